@@ -1,0 +1,88 @@
+"""Every error this package raises on purpose.
+
+```
+CARDError
+├── InvalidInputError (ValueError)      a field's value breaks a limit
+│   ├── ContextOverflowError            prompt (+ answer) longer than the model's context
+│   ├── UnknownModelError               no such model name; carries the nearest names
+│   └── VocabularyMismatchError         draft and target do not share a vocabulary
+├── DeviceError (RuntimeError)          the device is not there, or does not fit the model
+├── ModelStoreError (RuntimeError)      getting weights on disk failed
+│   ├── UnsafeModelError                the folder carries pickle weights or code
+│   ├── CorruptModelError               a weight file is truncated or has the wrong hash
+│   ├── DiskSpaceError                  not enough free disk
+│   └── DownloadError                   no source could be reached
+└── EngineError (RuntimeError)          the engine cannot serve the request
+    └── EngineClosedError               the engine was closed
+```
+
+Each one names the field, the value, the limit that was broken and one hint, and keeps them as attributes.
+"""
+
+from __future__ import annotations
+
+
+class CARDError(Exception):
+    """Base of all errors here.
+
+    Attributes:
+        field: name of the argument, file or device at fault.
+        value: the value that was given, shortened for display.
+        limit: what would have been right.
+        hint: one thing to try.
+    """
+
+    def __init__(self, field: str, value: object, limit: str, hint: str = "") -> None:
+        self.field, self.value, self.limit, self.hint = field, value, limit, hint
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field} = {shown}: {limit}." + (f" Hint: {hint}." if hint else ""))
+
+
+class InvalidInputError(CARDError, ValueError):
+    """A field's value breaks a limit. Raised before any weights are loaded where possible."""
+
+
+class ContextOverflowError(InvalidInputError):
+    """The prompt, or prompt and answer together, are longer than the model's context."""
+
+
+class UnknownModelError(InvalidInputError):
+    """No such model: neither a built-in name, a folder, a GGUF file nor a hub id."""
+
+
+class VocabularyMismatchError(InvalidInputError):
+    """Draft and target tokenizers differ, so their token ids cannot be compared."""
+
+
+class DeviceError(CARDError, RuntimeError):
+    """The device does not exist on this machine, or cannot hold the model."""
+
+
+class ModelStoreError(CARDError, RuntimeError):
+    """Getting a model's weights on disk failed."""
+
+
+class UnsafeModelError(ModelStoreError):
+    """The model folder holds pickle weights, `auto_map` or code; nothing of it was read further."""
+
+
+class CorruptModelError(ModelStoreError):
+    """A weight file is truncated or its sha256 differs."""
+
+
+class DiskSpaceError(ModelStoreError):
+    """The cache folder has too little free space."""
+
+
+class DownloadError(ModelStoreError):
+    """No source answered."""
+
+
+class EngineError(CARDError, RuntimeError):
+    """The engine cannot serve the request; other requests go on."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was closed before or while the request ran."""
