@@ -1,0 +1,108 @@
+"""What an engine is built from, and the bounds that every input is checked against."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from .errors import InvalidInputError
+
+Schedule = Literal["auto", "plain", "sequential", "parallel"]
+Quantization = Literal["int8"]
+Dtype = Literal["auto", "float32", "float64", "float16", "bfloat16"]
+
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+DTYPES: tuple[str, ...] = get_args(Dtype)
+NGRAM = "ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds, all checked before a request is queued or while it runs.
+
+    Attributes:
+        max_output_tokens: largest `max_tokens` of a request.
+        max_stop_strings: stop strings per request.
+        max_stop_chars: characters in one stop string.
+        max_queue: requests waiting at once.
+        max_num_seqs: requests decoded at once.
+        max_window: rows of one verification, the last committed token included.
+        max_lead: candidate depth at which a drafter pauses.
+        max_tree_nodes: live candidates per request before dead ones are swept out.
+    """
+
+    max_output_tokens: int = 32_768
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    max_queue: int = 512
+    max_num_seqs: int = 1
+    max_window: int = 16
+    max_lead: int = 16
+    max_tree_nodes: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Which weights run where. Equal configurations share one engine in a process.
+
+    Attributes:
+        model: the target: hub id, folder with safetensors, GGUF file or built-in name.
+        draft_model: the draft, likewise; `"ngram"` for prompt lookup alone; None for plain decoding.
+        device: of the target: `"auto"` (CUDA when there is one, else CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...
+        draft_device: of the draft; `"auto"` is a second CUDA device when there is one, else the target's.
+        dtype: of weights and KV; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
+        quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 when the model is a built-in
+            one on a CPU, None for none.
+        ngram: look the answer's continuation up in prompt and answer as well, on the same tree.
+        max_model_len: positions per sequence, prompt and answer together; None for the model's own, at most 8,192.
+        limits: bounds for requests.
+    """
+
+    model: str = "qwen2.5-coder-1.5b"
+    draft_model: str | None = "qwen2.5-coder-0.5b"
+    device: str = "auto"
+    draft_device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = "auto"
+    ngram: bool = True
+    max_model_len: int | None = None
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, ("auto", *QUANTIZATIONS))
+        if self.max_model_len is not None:
+            check_range("max_model_len", self.max_model_len, 16, 10_000_000)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model is loaded beside the target."""
+        return self.draft_model is not None and self.draft_model != NGRAM
+
+    @property
+    def has_ngram(self) -> bool:
+        """Whether n-gram lookup proposes candidates."""
+        return self.draft_model == NGRAM or (self.draft_model is not None and self.ngram)
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises `InvalidInputError` naming the nearest choice unless `value` is one of `choices`."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        raise InvalidInputError(
+            name, value, f"must be one of {', '.join(choices)}", f"did you mean {near[0]!r}?" if near else ""
+        )
+
+
+def check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> None:
+    """Raises `InvalidInputError` unless `low <= value <= high` and `value` is a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise InvalidInputError(name, value, f"must be between {low:,} and {high:,}", hint)
+
+
+def as_dict(config: EngineConfig) -> dict[str, Any]:
+    """The configuration as plain values, limits left out."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "limits"}

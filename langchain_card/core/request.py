@@ -1,0 +1,179 @@
+"""What a request is, and everything the core knows about one while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..config import SCHEDULES, Limits, Schedule, check_choice, check_range
+from ..errors import InvalidInputError
+from .candidates import CandidateTree
+from .messages import Window
+
+
+class FinishReason(str, Enum):
+    """Why a request ended, in the words of LangChain's and OpenAI's `finish_reason`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one answer is decoded.
+
+    Attributes:
+        max_tokens: tokens of the answer at most, the end-of-text token included.
+        temperature: 0 takes the likeliest token; above, tokens are drawn with noise keyed by (seed, position).
+        seed: of that noise; the same seed gives the same answer whatever the schedule and the drafter.
+        stop: strings that end the answer; they are not part of it.
+        schedule: `"plain"` (target alone), `"sequential"` (draft, then verify), `"parallel"` (both at once), `"auto"`.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    schedule: Schedule = "auto"
+
+    def check(self, limits: Limits) -> None:
+        """Raises `InvalidInputError` for the first field that breaks its bound."""
+        check_range("max_tokens", self.max_tokens, 1, limits.max_output_tokens)
+        check_range("temperature", self.temperature, 0.0, 10.0, "0 decodes greedily")
+        check_range("seed", self.seed, 0, 2**63 - 1)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        if len(self.stop) > limits.max_stop_strings:
+            raise InvalidInputError("stop", len(self.stop), f"at most {limits.max_stop_strings} stop strings")
+        for text in self.stop:
+            if not 0 < len(text) <= limits.max_stop_chars:
+                raise InvalidInputError("stop", text, f"each must have 1 to {limits.max_stop_chars} characters")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be answered.
+
+    Attributes:
+        request_id: unique in its engine.
+        prompt_ids: token ids, at least one.
+        params: how to decode.
+        eos_ids: token ids that end the answer.
+    """
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counts and times of one request, in seconds of the engine's clock.
+
+    Attributes:
+        schedule: the schedule that ran.
+        rounds: target passes after the prompt was read.
+        output_tokens: tokens of the answer.
+        verified: candidates that the target checked.
+        accepted: candidates that it agreed with.
+        accepted_by_source: the same by drafter.
+        hits: rounds whose last token was already in the cache.
+        dropped: proposed candidates that arrived under a dead branch or an old epoch.
+        target_busy: seconds in target steps, prompt left out.
+        draft_busy: seconds in draft steps.
+        submitted, started, first_token, ended: times.
+    """
+
+    schedule: str = "plain"
+    rounds: int = 0
+    output_tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    hits: int = 0
+    dropped: int = 0
+    target_busy: float = 0.0
+    draft_busy: float = 0.0
+    submitted: float = 0.0
+    started: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per target pass, the target's own included."""
+        return self.output_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / verified candidates."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Rounds whose last token was already in the cache / rounds."""
+        return self.hits / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first, by the time after the first token."""
+        seconds = self.ended - self.first_token
+        return (self.output_tokens - 1) / seconds if seconds > 0 and self.output_tokens > 1 else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the end."""
+        return max(0.0, self.ended - self.first_token)
+
+
+@dataclass(slots=True)
+class SourceState:
+    """What the core knows of one drafter's view of one request.
+
+    Attributes:
+        epoch: of the drafter's numbering; older proposals are dropped.
+        nodes: tree node of each of the drafter's own nodes; `candidates.DEAD` where its branch is gone.
+        expanded: tree nodes whose children this drafter has published.
+        frontier: tree nodes of this drafter that it has not expanded yet.
+        applied_len: output tokens that the drafter is known to have applied.
+        credits: steps granted and not yet answered.
+    """
+
+    epoch: int = -1
+    nodes: list[int] = field(default_factory=list)
+    expanded: set[int] = field(default_factory=set)
+    applied_len: int = 0
+    credits: int = 0
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A running request. Written by the coordinator only.
+
+    Attributes:
+        request: what was asked.
+        tree: committed tokens and candidates.
+        sources: one state per drafter, by name.
+        schedule: the schedule in force.
+        output_ids: committed tokens of the answer.
+        window: the verification in flight, or None.
+        window_nodes: tree node of each of its rows.
+        kept_rows: rows of the last window that were committed; the next window carries them to the target.
+        wait_until: until when a round may wait for its draft, or None.
+        last_commit: time of the last commit.
+        stats: counts and times.
+    """
+
+    request: Request
+    tree: CandidateTree
+    sources: dict[str, SourceState]
+    schedule: Schedule
+    stats: RequestStats
+    output_ids: list[int] = field(default_factory=list)
+    window: Window | None = None
+    window_nodes: tuple[int, ...] = ()
+    kept_rows: tuple[int, ...] = ()
+    wait_until: float | None = None
+    last_commit: float = 0.0
