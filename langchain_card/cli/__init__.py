@@ -1,1 +1,38 @@
+"""The command line: `langchain-card COMMAND`. One module a command, with `register(subparsers)` and `run(args)`."""
 
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from langchain_card._version import __version__
+from langchain_card.errors import CARDError
+
+COMMANDS = ("models",)  # modules of this package; they import what is heavy inside `run`
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; default those of the process.
+
+    Returns:
+        The exit code: 0, 2 for an error that this package explains, 130 when interrupted.
+    """
+    parser = argparse.ArgumentParser(prog="langchain-card", description="Local chat models with a draft and a target.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"{__name__}.{name}").register(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except CARDError as error:
+        print(f"langchain-card: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("langchain-card: interrupted", file=sys.stderr)
+        return 130

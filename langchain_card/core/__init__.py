@@ -1,1 +1,1 @@
-
+"""The protocol: pure, standard library only."""

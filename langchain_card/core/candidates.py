@@ -27,7 +27,7 @@ class CandidateTree:
         path: nodes of the committed tokens; `path[n]` is the node after n output tokens.
     """
 
-    __slots__ = ("tokens", "parents", "scores", "sources", "root", "path", "_children", "_alive_under")
+    __slots__ = ("_alive_under", "_children", "parents", "path", "root", "scores", "sources", "tokens")
 
     def __init__(self, last_prompt_token: int) -> None:
         self.tokens = [last_prompt_token]

@@ -7,7 +7,7 @@ coordinator wants done comes back as effects.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from .request import FinishReason, Request, RequestStats
@@ -145,7 +145,7 @@ class SourceDied:
     now: float
 
 
-Event = Union[Submitted, Proposed, TargetReady, Verified, Stopped, SourceDied]
+Event: TypeAlias = Submitted | Proposed | TargetReady | Verified | Stopped | SourceDied
 
 
 # Effects: what is to be done, in order.
@@ -153,9 +153,10 @@ Event = Union[Submitted, Proposed, TargetReady, Verified, Stopped, SourceDied]
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To the target and all drafters: a request starts."""
+    """To the target and all drafters: a request starts, under this schedule."""
 
     request: Request
+    schedule: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +221,4 @@ class Finish:
     stats: RequestStats
 
 
-Effect = Union[Begin, Correct, Grow, End, Verify, Wait, Emit, Finish]
+Effect: TypeAlias = Begin | Correct | Grow | End | Verify | Wait | Emit | Finish

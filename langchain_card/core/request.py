@@ -136,9 +136,9 @@ class SourceState:
         epoch: of the drafter's numbering; older proposals are dropped.
         nodes: tree node of each of the drafter's own nodes; `candidates.DEAD` where its branch is gone.
         expanded: tree nodes whose children this drafter has published.
-        frontier: tree nodes of this drafter that it has not expanded yet.
         applied_len: output tokens that the drafter is known to have applied.
         credits: steps granted and not yet answered.
+        exhausted: its last step added nothing; it is not asked again before the next correction.
     """
 
     epoch: int = -1
@@ -146,6 +146,7 @@ class SourceState:
     expanded: set[int] = field(default_factory=set)
     applied_len: int = 0
     credits: int = 0
+    exhausted: bool = False
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-
+"""Everything that touches weights: store, loader, runner, attention, sampling."""

@@ -1,1 +1,1 @@
-
+"""How commands reach a drafter and proposals come back."""

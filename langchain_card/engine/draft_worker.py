@@ -1,0 +1,62 @@
+"""The draft side: applies commands, and steps as long as it has leave to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..core.messages import Begin, Correct, End, Grow, Proposal
+from ..ports import Budget, DraftCommand, Drafter
+
+
+class DraftWorker:
+    """Runs one drafter; knows nothing of threads or queues.
+
+    Args:
+        drafter: the drafter.
+        publish: takes each proposal.
+        set_threads: called with the request's schedule before its steps, to fit the number of CPU threads to it.
+    """
+
+    def __init__(
+        self, drafter: Drafter, publish: Callable[[Proposal], None], set_threads: Callable[[str], None]
+    ) -> None:
+        self.drafter = drafter
+        self._publish = publish
+        self._set_threads = set_threads
+        self._credits: dict[int, int] = {}
+        self._schedules: dict[int, str] = {}
+
+    def handle(self, command: DraftCommand) -> None:
+        """Applies one command."""
+        match command:
+            case Begin(request, schedule):
+                self._credits[request.request_id] = 0
+                self._schedules[request.request_id] = schedule
+                self.drafter.begin(request.request_id, request.prompt_ids)
+            case Correct(_, request_id, start, token_ids):
+                self._credits[request_id] = 0
+                self.drafter.correct(request_id, start, token_ids)
+            case Grow(_, request_id, steps):
+                self._credits[request_id] = self._credits.get(request_id, 0) + steps
+            case End(request_id):
+                self._credits.pop(request_id, None)
+                self._schedules.pop(request_id, None)
+                self.drafter.end(request_id)
+
+    def step(self) -> bool:
+        """One step for every request that has leave; False when none has."""
+        budgets = [Budget(request_id) for request_id, credits in self._credits.items() if credits > 0]
+        if not budgets:
+            return False
+        self._set_threads(self._schedules[budgets[0].request_id])
+        for budget in budgets:
+            self._credits[budget.request_id] -= 1
+        for proposal in self.drafter.step(budgets):
+            if not proposal.token_ids:
+                self._credits[proposal.request_id] = 0  # it cannot grow before the next correction
+            self._publish(proposal)
+        return True
+
+    def close(self) -> None:
+        """Frees the drafter."""
+        self.drafter.close()

@@ -1,0 +1,82 @@
+"""All seams in one place: what a plug-in implements, and what the engine asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from .core.messages import Begin, Correct, End, Grow, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Leave to take one step for a request.
+
+    Attributes:
+        request_id: whose tree to grow.
+        width: nodes to expand at most.
+    """
+
+    request_id: int
+    width: int = 1
+
+
+class Drafter(Protocol):
+    """Proposes candidates. Called by one thread; several requests may be open.
+
+    Attributes:
+        name: the `source` of its proposals; unique in an engine.
+        paced: True when a step costs device time, so that steps are granted one by one where devices are shared.
+    """
+
+    name: str
+    paced: bool
+
+    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+        """A request starts; nothing need be computed yet."""
+
+    def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
+        """The answer's tokens from `start` on are `token_ids`; may repeat what was said before."""
+
+    def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
+        """One step for each request named: one proposal each, without nodes where nothing can be added."""
+
+    def end(self, request_id: int) -> None:
+        """The request holds nothing here from now on; unknown ids are ignored."""
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+DraftCommand: TypeAlias = Begin | Correct | Grow | End
+
+
+class Worker(Protocol):
+    """A drafter's side of a transport."""
+
+    def handle(self, command: DraftCommand) -> None:
+        """Applies one command."""
+
+    def step(self) -> bool:
+        """One step for every request that has leave; False when none has."""
+
+    def close(self) -> None:
+        """Frees the drafter."""
+
+
+class Transport(Protocol):
+    """Carries commands to a drafter's worker and proposals back. At most once is enough: corrections are cumulative."""
+
+    def send(self, command: DraftCommand) -> None:
+        """Hands a command over without blocking on the worker's step."""
+
+    def close(self) -> None:
+        """Stops the worker and waits for it."""
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    def __call__(self) -> float:
+        """Seconds; only differences matter."""

@@ -1,0 +1,94 @@
+"""Helpers for the files of the model store: progress, locks, free space, atomic folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from langchain_card.errors import DiskSpaceError
+
+MARGIN = 64 << 20  # bytes left free beside every estimate: tokenizer, config, other programs
+
+
+class Progress(Protocol):
+    """Is told how far a long step has come."""
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Report a step.
+
+        Args:
+            stage: what is being done, for people ("download part 3 of 22").
+            done: bytes done.
+            total: bytes in all; 0 when not known.
+        """
+        ...
+
+
+class Silent:
+    """The default progress: says nothing."""
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Ignore the report."""
+
+
+@contextmanager
+def locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the kernel frees it when its holder dies."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.update("wait for another process", 0, 0)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def need_space(folder: Path, needed: int) -> None:
+    """Check free disk before writing.
+
+    Args:
+        folder: where the files will go; need not exist yet.
+        needed: bytes that will be written, margin not included.
+
+    Raises:
+        DiskSpaceError: fewer bytes are free.
+    """
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed + MARGIN:
+        hint = "free some space, or set LANGCHAIN_CARD_HOME to a folder on a larger disk"
+        raise DiskSpaceError("free disk", str(folder), f"needs {needed + MARGIN} bytes, {free} are free", hint)
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes of all files under a folder (or of one file); 0 when it is absent."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+@contextmanager
+def fresh_folder(target: Path) -> Iterator[Path]:
+    """Give a temporary folder that becomes `target` on success and vanishes on failure.
+
+    The caller holds the lock of the parent folder, so leftovers of killed runs can be removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f".{target.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = target.parent / f".{target.name}-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

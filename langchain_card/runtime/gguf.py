@@ -1,0 +1,101 @@
+"""GGUF files: integrity, config, tokenizer and full-precision tensors under transformers' names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from langchain_card.errors import CorruptModelError, ModelStoreError
+
+# Tokens which end an answer whatever the file's metadata says, by their text (as in llama.cpp).
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+_CONTROL = 3  # token type of GGUF
+
+
+def open_gguf(path: Path) -> Any:
+    """Open a GGUF file and check that every tensor lies inside it.
+
+    Returns:
+        A `gguf.GGUFReader` over a read-only memory map.
+
+    Raises:
+        CorruptModelError: the file is truncated or not a GGUF file.
+    """
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:
+        reason = f"not a whole GGUF file ({type(error).__name__}: {str(error)[:200]})"
+        raise CorruptModelError("GGUF file", str(path), reason, "download the file again") from error
+
+
+def load_config(path: Path) -> Any:
+    """The transformers config of a GGUF file.
+
+    Raises:
+        ModelStoreError: transformers has no mapping for the architecture.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        reason = f"transformers cannot read its config ({str(error)[:200]})"
+        raise ModelStoreError("GGUF file", str(path), reason, "use the safetensors release of the model") from error
+
+
+def end_token_ids(reader: Any) -> list[int]:
+    """Ids that end an answer: those of the metadata first, then known control tokens by text."""
+    fields = reader.fields
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    ids = [int(fields[key].contents()) for key in keys if key in fields]
+    tokens, types = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type")
+    for position in types.data if types is not None else ():
+        if types.parts[position][0] != _CONTROL:
+            continue
+        index = position - types.data[0]
+        if bytes(tokens.parts[tokens.data[index]]).decode("utf-8", "replace") in END_TOKENS:
+            ids.append(index)
+    return list(dict.fromkeys(ids))
+
+
+def save_tokenizer(path: Path, reader: Any, out: Path) -> None:
+    """Write tokenizer files and generation_config.json of a GGUF file to a folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.save_pretrained(out)
+    generation = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": end_token_ids(reader),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    text = json.dumps({key: value for key, value in generation.items() if value is not None}, indent=2)
+    (out / "generation_config.json").write_text(text + "\n")
+
+
+def tensors(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
+    """Dequantized tensors, one at a time, in file order.
+
+    Args:
+        reader: of `open_gguf`.
+        model: the transformers model on the meta device; gives names and head counts.
+
+    Yields:
+        transformers' parameter name and a float32 array of the parameter's shape. Tensors which the model does not
+        have (rope tables) are left out.
+    """
+    from gguf import dequantize
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    architecture = reader.fields["general.architecture"].contents()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    for tensor in reader.tensors:
+        if tensor.name in names:
+            weights = dequantize(tensor.data, tensor.tensor_type)
+            result = processor.process(weights=weights, name=tensor.name, tensor_key_mapping=names)
+            yield names[result.name], result.weights if result.weights.flags.writeable else result.weights.copy()

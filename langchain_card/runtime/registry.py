@@ -1,0 +1,50 @@
+"""Things that are made once and shared by all who ask for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class Registry(Generic[V]):
+    """Counts the users of each key's value; the last `release` closes it.
+
+    Args:
+        close: called with a value that nobody uses any more.
+    """
+
+    def __init__(self, close: Callable[[V], None]) -> None:
+        self._close = close
+        self._lock = threading.Lock()
+        self._making: dict[Hashable, threading.Lock] = {}
+        self._values: dict[Hashable, V] = {}
+        self._users: dict[Hashable, int] = {}
+
+    def acquire(self, key: Hashable, make: Callable[[], V]) -> V:
+        """The value of `key`, made by `make` when nobody holds it. Each call needs one `release`."""
+        with self._lock:
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            with self._lock:
+                known = key in self._values
+            value = self._values[key] if known else make()
+            with self._lock:
+                self._values[key] = value
+                self._users[key] = self._users.get(key, 0) + 1
+            return value
+
+    def release(self, key: Hashable) -> None:
+        """Gives one use of `key` back."""
+        with self._lock:
+            self._users[key] -= 1
+            if self._users[key]:
+                return
+            del self._users[key]
+            value = self._values.pop(key)
+        self._close(value)
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -1,0 +1,161 @@
+"""Looks at a model folder before transformers does: no pickle, no code, no escapes, no absurd sizes.
+
+Nothing in the folder is executed or unpickled here; JSON files are parsed within size limits and of weight files
+only the headers are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from langchain_card.errors import CorruptModelError, UnsafeModelError
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+CODE = (".py", ".pyc", ".so", ".dll", ".dylib")
+MAX_CONFIG_BYTES = 1 << 20
+MAX_JSON_BYTES = 1 << 26
+INDEX = "model.safetensors.index.json"
+_BOUNDS = {
+    "hidden_size": 1_000_000,
+    "intermediate_size": 10_000_000,
+    "vocab_size": 10_000_000,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 100_000,
+    "num_key_value_heads": 100_000,
+    "head_dim": 100_000,
+    "max_position_embeddings": 1_000_000_000,
+}
+
+
+def inspect_folder(path: Path) -> list[Path]:
+    """Refuse a folder that could run code, read outside itself, or is damaged.
+
+    Returns:
+        The safetensors files that make up the model's weights.
+
+    Raises:
+        UnsafeModelError: pickle weights, code, `auto_map`, an escaping path, or a config out of bounds.
+        CorruptModelError: weights are missing or truncated.
+    """
+    _refuse_code(path)
+    config = _read_json(path / "config.json", MAX_CONFIG_BYTES)
+    if not isinstance(config, dict):
+        raise UnsafeModelError("config.json", str(path), "must be a JSON object")
+    _check_dimensions(config)
+    for file in sorted(path.glob("*config.json")):
+        _check_fields(file.name, _read_json(file, MAX_CONFIG_BYTES if file.name == "config.json" else MAX_JSON_BYTES))
+    files = weight_files(path)
+    for file in files:
+        check_safetensors(file)
+    return files
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder: those of its index, or the single `model.safetensors`.
+
+    Raises:
+        UnsafeModelError: the index names something else than safetensors files in this folder, or there are only
+            pickle weights.
+        CorruptModelError: no weights, or a file of the index is missing.
+    """
+    if (path / INDEX).exists():
+        names = _index_names(path)
+    elif (path / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    else:
+        pickles = [p.name for p in path.iterdir() if p.suffix in PICKLES]
+        if pickles:
+            hint = "convert the weights to safetensors, or use a release that has them"
+            raise UnsafeModelError(
+                "weights", sorted(pickles)[0], "pickle files can run code when they are loaded", hint
+            )
+        hint = "for a GGUF file give the path of the file itself" if list(path.glob("*.gguf")) else "download it again"
+        raise CorruptModelError("weights", str(path), "no model.safetensors and no index in this folder", hint)
+    for name in names:
+        if not (path / name).is_file():
+            raise CorruptModelError(INDEX, name, "this file of the index is missing", "download the folder again")
+    return [path / name for name in names]
+
+
+def check_safetensors(path: Path) -> dict[str, str]:
+    """Check that a file's header is sane and its length is what the header says.
+
+    Returns:
+        The metadata of the file.
+
+    Raises:
+        CorruptModelError: it is not.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = f"not a whole safetensors file ({str(error)[:120]})"
+        raise CorruptModelError("weights", path.name, reason, "download or convert the model again") from error
+
+
+def _refuse_code(path: Path) -> None:
+    for file in path.rglob("*"):
+        if file.suffix.lower() in CODE:
+            hint = "remove it if you trust the rest of the folder; this package never runs it"
+            raise UnsafeModelError("model folder", str(file.relative_to(path)), "code beside weights is refused", hint)
+    if (path / "adapter_config.json").exists():
+        limit = "an adapter names another model to load"
+        raise UnsafeModelError("model folder", "adapter_config.json", limit, "merge the adapter into its base model")
+
+
+def _read_json(path: Path, limit: int) -> Any:
+    if not path.is_file():
+        raise UnsafeModelError("model folder", str(path.parent), f"has no {path.name}", "check the path")
+    if path.stat().st_size > limit:
+        raise UnsafeModelError(path.name, path.stat().st_size, f"must be at most {limit} bytes")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UnsafeModelError(path.name, str(error)[:80], "must be JSON") from error
+
+
+def _index_names(path: Path) -> list[str]:
+    index = _read_json(path / INDEX, MAX_JSON_BYTES)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise UnsafeModelError(INDEX, type(index).__name__, "weight_map must map tensor names to file names")
+    for name in names.values():
+        if "/" in name or "\\" in name or ".." in name or not name.endswith(".safetensors"):
+            raise UnsafeModelError(INDEX, name, "must name safetensors files of the same folder")
+    return sorted(set(names.values()))
+
+
+def _walk(value: Any) -> Iterator[tuple[str, Any]]:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            yield from item.items()
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+
+
+def _check_fields(file: str, document: Any) -> None:
+    """Refuse fields that make transformers fetch or import code."""
+    for key, value in _walk(document):
+        if key in ("auto_map", "custom_pipelines"):
+            raise UnsafeModelError(f"{file}: {key}", value, "would import code of the model's author", "remove it")
+        if "attn_implementation" in key and isinstance(value, str) and "/" in value:
+            raise UnsafeModelError(f"{file}: {key}", value, "would fetch a kernel from the hub", "remove it")
+
+
+def _check_dimensions(config: dict[str, Any]) -> None:
+    for key, value in _walk(config):
+        bound = _BOUNDS.get(key)
+        if bound is None or value is None:
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= bound:
+                raise UnsafeModelError(f"config.json: {key}", value, f"must be an integer in 1..{bound}")
