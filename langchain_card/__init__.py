@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from langchain_card._version import __version__
 
 if TYPE_CHECKING:
-    from .chat_model import CARDChatModel
-    from .config import EngineConfig, Limits
-    from .core.request import SamplingParams
-    from .engine.engine import Engine
-    from .errors import CARDError
+    from langchain_card.chat_model import CARDChatModel
+    from langchain_card.config import EngineConfig, Limits
+    from langchain_card.core.request import SamplingParams
+    from langchain_card.engine.engine import Engine
+    from langchain_card.errors import CARDError
 
 _HOMES = {
     "CARDChatModel": "chat_model",

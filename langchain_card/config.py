@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from .errors import InvalidInputError
+from langchain_card.errors import InvalidInputError
 
 Schedule = Literal["auto", "plain", "sequential", "parallel"]
 Quantization = Literal["int8"]

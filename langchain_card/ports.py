@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from .core.messages import Begin, Correct, End, Grow, Proposal
+from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from langchain_card.runtime.store import ModelStore
 
 PLAIN_INTERVAL = 5.0  # seconds between lines of progress without a terminal
@@ -28,7 +30,7 @@ class ConsoleProgress:
         self._bars = Progress(*columns, console=console, transient=True) if console.is_terminal else None
         self._stage, self._task, self._printed = "", None, float("-inf")
 
-    def __enter__(self) -> ConsoleProgress:
+    def __enter__(self) -> Self:
         if self._bars:
             self._bars.start()
         return self

@@ -6,7 +6,7 @@ Questions are answered from measured step times, in the currency of the engine's
 
 from __future__ import annotations
 
-from ..config import Schedule
+from langchain_card.config import Schedule
 
 DECAY = 0.9
 """Weight of the past against one new observation."""

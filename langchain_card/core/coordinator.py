@@ -17,13 +17,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import Limits
-from . import messages as m
-from .candidates import DEAD, CandidateTree
-from .controller import Controller, CostModel
-from .request import FinishReason, Request, RequestState, RequestStats, SourceState
-from .scheduler import Scheduler
-from .walk import walk
+from langchain_card.config import Limits
+from langchain_card.core import messages as m
+from langchain_card.core.candidates import DEAD, CandidateTree
+from langchain_card.core.controller import Controller, CostModel
+from langchain_card.core.request import FinishReason, Request, RequestState, RequestStats, SourceState
+from langchain_card.core.scheduler import Scheduler
+from langchain_card.core.walk import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,4 +305,3 @@ def _cut(tokens: list[int], request: Request, num_output: int) -> tuple[list[int
         if token in request.eos_ids:
             return tokens[: i + 1], FinishReason.STOP
     return (tokens[:left], FinishReason.LENGTH) if len(tokens) >= left else (tokens, None)
-

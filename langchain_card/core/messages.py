@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from .request import FinishReason, Request, RequestStats
+    from langchain_card.core.request import FinishReason, Request, RequestStats
 
 ROOT = -1
 """Parent of a window's first row."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..config import SCHEDULES, Limits, Schedule, check_choice, check_range
-from ..errors import InvalidInputError
-from .candidates import CandidateTree
-from .messages import Window
+from langchain_card.config import SCHEDULES, Limits, Schedule, check_choice, check_range
+from langchain_card.core.candidates import CandidateTree
+from langchain_card.core.messages import Window
+from langchain_card.errors import InvalidInputError
 
 
 class FinishReason(str, Enum):

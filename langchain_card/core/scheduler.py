@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..config import Limits
-from .request import Request, RequestState
+from langchain_card.config import Limits
+from langchain_card.core.request import Request, RequestState
 
 
 class Scheduler:

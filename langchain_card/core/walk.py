@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .messages import Window
+from langchain_card.core.messages import Window
 
 
 def walk(window: Window, target_ids: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.messages import Proposal
-from ..ports import Budget
-from ..runtime.kv_cache import KVCache
-from ..runtime.runner import ModelRunner
+from langchain_card.core.messages import Proposal
+from langchain_card.ports import Budget
+from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.runner import ModelRunner
 
 MAX_NODES = 4096
 """Nodes of one epoch; a tree that grew for so long is dropped and begun anew."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..core.controller import Mean
-from ..core.messages import Proposal
-from ..ports import Budget
+from langchain_card.core.controller import Mean
+from langchain_card.core.messages import Proposal
+from langchain_card.ports import Budget
 
 MIN_MATCH = 2
 MAX_MATCH = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..core.messages import Begin, Correct, End, Grow, Proposal
-from ..ports import Budget, DraftCommand, Drafter
+from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
+from langchain_card.ports import Budget, DraftCommand, Drafter
 
 
 class DraftWorker:

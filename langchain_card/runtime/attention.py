@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from .kv_cache import KVCache, RowGroup
+from langchain_card.runtime.kv_cache import KVCache, RowGroup
 
 ATTENTION_NAME = "card"
 KEY_BLOCK = 128
@@ -43,7 +43,9 @@ def padded_keys(position: int) -> int:
     return (position // KEY_BLOCK + 1) * KEY_BLOCK
 
 
-def plan_rows(cache: KVCache, paths: Sequence[tuple[int, ...]], sliding_window: int | None, dtype: torch.dtype) -> StepPlan:
+def plan_rows(
+    cache: KVCache, paths: Sequence[tuple[int, ...]], sliding_window: int | None, dtype: torch.dtype
+) -> StepPlan:
     """Groups the rows of a step by path.
 
     Args:
@@ -119,7 +121,9 @@ def card_attention(
         assert mask is not None
         whole = len(step.groups) == 1
         rows = q if whole else q[group.rows]
-        attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.expand(n, 1, q.shape[2], -1), scale=scaling)
+        attended = F.scaled_dot_product_attention(
+            rows, k, v, attn_mask=mask.expand(n, 1, q.shape[2], -1), scale=scaling
+        )
         out = attended if whole else out.index_copy_(0, group.rows, attended)
     return out.flatten(1, 2)[None], None
 

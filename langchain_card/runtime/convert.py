@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from langchain_card.errors import CorruptModelError
+from langchain_card.errors import CorruptModelError, ModelStoreError
 from langchain_card.runtime.files import Progress, need_space
 from langchain_card.runtime.int8 import quantize_rows
 
@@ -31,13 +31,23 @@ class Layout:
     Args:
         config: a transformers config; the model is built on the meta device, so this costs no memory.
         form: how weights are stored.
+
+    Raises:
+        ModelStoreError: not a causal language model, or its weights are quantized already.
     """
 
     def __init__(self, config: Any, form: Form) -> None:
         from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config)
+        if getattr(config, "quantization_config", None):
+            limit = "weights that are quantized already cannot be converted"
+            raise ModelStoreError("quantization_config", config.model_type, limit, "use the float release of the model")
+        try:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(config)
+        except ValueError as error:
+            limit = f"must be a causal language model ({str(error)[:100]})"
+            raise ModelStoreError("model_type", config.model_type, limit) from error
         self.form = form
         self.shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         modules = dict(self.model.named_modules())
@@ -69,7 +79,7 @@ class Layout:
 
 def _quantized(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     rows = max(1, _BLOCK // weight.shape[1])
-    parts = [quantize_rows(block) for block in weight.split(rows)]
+    parts = [quantize_rows(weight[start : start + rows]) for start in range(0, weight.shape[0], rows)]
     yield f"{name}_int8", torch.cat([q for q, _ in parts])
     yield f"{name}_scale", torch.cat([scale for _, scale in parts])
 

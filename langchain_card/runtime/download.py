@@ -150,14 +150,14 @@ def _hub_sha256(model: Builtin) -> str:
 
 
 def _bar(progress: Progress, stage: str, total: int) -> type[Any]:
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+    class Bar(tqdm):  # type: ignore[misc, unused-ignore]
         seen = 0
 
         def __init__(self, *args: Any, **options: Any) -> None:
             self.seen = int(options.get("initial") or 0)
-            super().__init__(*args, **{**options, "disable": True})
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call, unused-ignore]
 
         def update(self, n: float | None = 1) -> None:
             self.seen += int(n or 0)

@@ -33,18 +33,20 @@ def open_gguf(path: Path) -> Any:
 
 
 def load_config(path: Path) -> Any:
-    """The transformers config of a GGUF file.
+    """The transformers config of a GGUF file, or of a folder.
 
     Raises:
-        ModelStoreError: transformers has no mapping for the architecture.
+        ModelStoreError: transformers does not know the architecture.
     """
     from transformers import AutoConfig
 
     try:
+        if path.is_dir():
+            return AutoConfig.from_pretrained(path)
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         reason = f"transformers cannot read its config ({str(error)[:200]})"
-        raise ModelStoreError("GGUF file", str(path), reason, "use the safetensors release of the model") from error
+        raise ModelStoreError("model", str(path), reason, "update transformers, or use another model") from error
 
 
 def end_token_ids(reader: Any) -> list[int]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import StepPlan, plan_rows
-from .kv_cache import KVCache
+from langchain_card.runtime.attention import StepPlan, plan_rows
+from langchain_card.runtime.kv_cache import KVCache
 
 PREFILL_CHUNK = 512
 
@@ -52,7 +52,9 @@ class ModelRunner:
             chunk = token_ids[start : start + PREFILL_CHUNK]
             first = cache.num_scratch + cache.length
             slots = torch.arange(first, first + len(chunk), device=self.device)
-            self._forward(self.model.get_decoder(), chunk, range(cache.length, cache.length + len(chunk)), StepPlan(cache, slots))
+            self._forward(
+                self.model.get_decoder(), chunk, range(cache.length, cache.length + len(chunk)), StepPlan(cache, slots)
+            )
             cache.length += len(chunk)
 
     @torch.inference_mode()

@@ -155,7 +155,11 @@ class ModelStore:
             if is_int8:
                 raise InvalidInputError("model", model, "holds int8 weights, float ones were asked for")
         name = str(source) if _local(model) else model
-        return self._converted(name, source, self.cache / "converted" / _key(source), form, report)
+        home = self.cache / "converted" / _key(source)
+        folder = self._converted(name, source, home, form, report)
+        for older in [other for other, of in self._conversions() if of == name and other != home]:
+            shutil.rmtree(older, ignore_errors=True)
+        return folder
 
     def _converted(self, name: str, source: Path, home: Path, form: Literal["float", "int8"], report: Progress) -> Path:
         target = home / form
@@ -199,7 +203,7 @@ def _local(name: str) -> Path | None:
         return None
     near = difflib.get_close_matches(name, BUILTINS, n=3, cutoff=0.4) or list(BUILTINS)
     limit = "neither a built-in name, a folder, a .gguf file nor a hub id (owner/name)"
-    raise UnknownModelError("model", name, limit, f"did you mean {' or '.join(near)}?")
+    raise UnknownModelError("model", name, limit, f"did you mean {' or '.join(near)}")
 
 
 def _key(source: Path) -> str:
@@ -207,7 +211,7 @@ def _key(source: Path) -> str:
     files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
     state = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     digest = hashlib.sha256(json.dumps([str(source), state]).encode()).hexdigest()
-    return f"{source.stem[:40]}-{digest[:16]}"
+    return f"{source.name[:40]}-{digest[:16]}"
 
 
 def _ready(folder: Path) -> bool:
@@ -232,13 +236,11 @@ def _convert(source: Path, folder: Path, form: Literal["float", "int8"], report:
 
     report.update("read config and tokenizer", 0, 0)
     if source.is_dir():
-        from transformers import AutoConfig
-
         for pattern in _COPIED:
             for file in source.glob(pattern):
                 if not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
-        layout = convert.Layout(AutoConfig.from_pretrained(source), form)
+        layout = convert.Layout(gguf.load_config(source), form)
         tensors = convert.folder_tensors(inspect_folder(source))
     else:
         reader = gguf.open_gguf(source)

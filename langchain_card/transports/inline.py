@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ports import DraftCommand, Worker
+from langchain_card.ports import DraftCommand, Worker
 
 
 class InlineTransport:

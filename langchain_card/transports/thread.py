@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ..ports import DraftCommand, Worker
+from langchain_card.ports import DraftCommand, Worker
 
 log = logging.getLogger(__name__)
 

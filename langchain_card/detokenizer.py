@@ -1,0 +1,93 @@
+"""Committed token ids to text, token by token: never half a character, never a part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token of the answer, and the text that became certain with it.
+
+    Attributes:
+        token_id: the token.
+        text: may be empty (half a character, the beginning of a stop string, a control token) or hold what was kept
+            back before.
+        source: the drafter that had proposed the token, or "" when it is the target's own.
+    """
+
+    token_id: int
+    text: str
+    source: str = ""
+
+
+class Detokenizer:
+    """Text of one answer.
+
+    Args:
+        tokenizer: of transformers, with a `tokenizers` backend.
+        stop: strings that end the text; they are cut off.
+
+    Attributes:
+        stopped: whether a stop string was met.
+        num_tokens: tokens taken, the one that completed a stop string included and none after it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._decoded = ""
+        self._emitted = 0
+        self.stopped = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far."""
+        return len(self._token_ids)
+
+    def push(self, token_ids: Sequence[int], sources: Sequence[str]) -> list[Piece]:
+        """Takes the next tokens; the pieces end at a stop string."""
+        pieces: list[Piece] = []
+        for token_id, source in zip(token_ids, sources, strict=True):
+            if self.stopped:
+                break
+            self._token_ids.append(token_id)
+            self._decoded += self._stream.step(self._backend, token_id) or ""
+            pieces.append(Piece(token_id, self._certain(), source))
+        return pieces
+
+    def finish(self) -> str:
+        """What was still kept back; with a stop string, nothing."""
+        if self.stopped:
+            return ""
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        if whole.startswith(self._decoded):
+            self._decoded = whole  # half a character at the very end becomes a replacement character
+        rest, self._emitted = self._decoded[self._emitted :], len(self._decoded)
+        return rest
+
+    def _certain(self) -> str:
+        """The text after what was emitted that can no longer become part of a stop string."""
+        start = self._emitted
+        found = [at for text in self._stop if (at := self._decoded.find(text, start)) >= 0]
+        if found:
+            self.stopped = True
+            self._emitted = min(found)
+        else:
+            self._emitted = len(self._decoded) - self._open_stop(start)
+        return self._decoded[start : self._emitted]
+
+    def _open_stop(self, start: int) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        tail = self._decoded[start:]
+        return max(
+            (n for text in self._stop for n in range(1, min(len(text), len(tail) + 1)) if tail.endswith(text[:n])),
+            default=0,
+        )

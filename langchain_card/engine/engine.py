@@ -1,0 +1,181 @@
+"""`Engine`: a pair of models that answers requests."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from langchain_card.config import EngineConfig
+from langchain_card.core.controller import Controller
+from langchain_card.core.coordinator import Coordinator, Source
+from langchain_card.core.messages import SourceDied, Stopped
+from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.detokenizer import Detokenizer
+from langchain_card.drafters.model import ModelDrafter
+from langchain_card.drafters.ngram import NgramDrafter
+from langchain_card.engine.draft_worker import DraftWorker
+from langchain_card.engine.driver import Driver
+from langchain_card.engine.generation import Generation
+from langchain_card.engine.target_worker import TargetWorker
+from langchain_card.errors import ContextOverflowError, InvalidInputError
+from langchain_card.ports import Drafter
+from langchain_card.runtime.files import Progress
+from langchain_card.runtime.loader import Pair, acquire_model, release_model, resolve
+from langchain_card.runtime.registry import Registry
+from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.threads import ThreadPlan, use_threads
+from langchain_card.transports.inline import InlineTransport
+from langchain_card.transports.thread import ThreadTransport
+
+DRAFT_SCRATCH = 64
+"""Unverified nodes that the draft holds KV for."""
+
+
+class Engine:
+    """Decodes with a target and, perhaps, drafters. Usable from any thread; a context manager.
+
+    Args:
+        config: which weights run where; the built-in pair by default.
+        progress: told about downloads and conversions.
+        pair: models already resolved, in place of those that `config` names.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, *, progress: Progress | None = None, pair: Pair | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        self._pair = pair or resolve(self.config, progress)
+        self.tokenizer = self._pair.tokenizer
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._specs = [spec for spec in (self._pair.target, self._pair.draft) if spec is not None]
+        models = [acquire_model(spec) for spec in self._specs]
+        self._driver, self.devices = self._build(models)
+        self._thread = threading.Thread(target=self._driver.run, name="card-target", daemon=True)
+        self._thread.start()
+
+    def _build(self, models: list[Any]) -> tuple[Driver, dict[str, str]]:
+        pair, limits = self._pair, self.config.limits
+        drafters: list[Drafter] = [NgramDrafter()] if self.config.has_ngram else []
+        if pair.draft is not None:
+            max_len = min(pair.max_len, models[1].config.get_text_config().max_position_embeddings)
+            runner = ModelRunner(models[1], max_len=max_len, num_scratch=DRAFT_SCRATCH)
+            drafters.append(ModelDrafter(runner, vocab_size=pair.vocab_size))
+        threads = ThreadPlan(
+            target_on_cpu=pair.target.device.type == "cpu",
+            draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
+        )
+        shared = pair.draft is None or pair.draft.device == pair.target.device
+        coordinator = Coordinator(
+            [Source(drafter.name, drafter.paced) for drafter in drafters], limits, Controller(shared_device=shared)
+        )
+        runner = ModelRunner(models[0], max_len=pair.max_len, num_scratch=limits.max_window)
+        target = TargetWorker(runner, lambda schedule: use_threads(threads.target(schedule)))
+        driver = Driver(coordinator, target)
+        for drafter in drafters:
+            self._attach(driver, drafter, threads)
+        devices = {"target": str(models[0].device)}
+        if pair.draft is not None:
+            devices["draft"] = str(models[1].device)
+        return driver, devices
+
+    def _attach(self, driver: Driver, drafter: Drafter, threads: ThreadPlan) -> None:
+        if not drafter.paced:
+            driver.transports[drafter.name] = InlineTransport(DraftWorker(drafter, driver.publish, lambda _: None))
+            return
+        worker = DraftWorker(drafter, driver.publish, lambda schedule: use_threads(threads.draft(schedule)))
+        driver.transports[drafter.name] = ThreadTransport(
+            worker,
+            name=f"card-{drafter.name}",
+            on_death=lambda _: driver.post(lambda now: SourceDied(drafter.name, now)),
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions per sequence, prompt and answer together."""
+        return self._pair.max_len
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV on the target."""
+        return len(self._driver.coordinator.scheduler.running)
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Generation:
+        """Queues a prompt.
+
+        Args:
+            prompt_ids: token ids of `self.tokenizer`, at least one.
+            params: how to decode. `max_tokens` is cut to what the context leaves.
+
+        Raises:
+            InvalidInputError: a field breaks its bound.
+            ContextOverflowError: the prompt leaves no room for an answer.
+            EngineClosedError: the engine was closed.
+        """
+        params = params or SamplingParams()
+        params.check(self.config.limits)
+        params = self._fit(prompt_ids, params)
+        request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
+        generation = Generation(
+            request, Detokenizer(self.tokenizer, params.stop), lambda: self._abort(request.request_id)
+        )
+        self._driver.submit(generation)
+        return generation
+
+    def _fit(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        if not prompt_ids:
+            raise InvalidInputError("prompt_ids", [], "must hold at least one token")
+        bad = next((t for t in prompt_ids if not 0 <= t < len(self.tokenizer)), None)
+        if bad is not None:
+            raise InvalidInputError("prompt_ids", bad, f"token ids must be between 0 and {len(self.tokenizer) - 1:,}")
+        room = self._pair.max_len - self.config.limits.max_window - len(prompt_ids)
+        if room < 1:
+            raise ContextOverflowError(
+                "prompt",
+                f"{len(prompt_ids)} tokens",
+                f"the context holds {self._pair.max_len:,} tokens, {self.config.limits.max_window} of them for candidates",
+                "shorten the prompt or raise max_model_len",
+            )
+        if params.max_tokens <= room:
+            return params
+        return replace(params, max_tokens=room)
+
+    def _abort(self, request_id: int) -> None:
+        self._driver.post(lambda now: Stopped(request_id, FinishReason.ABORT, now))
+
+    def close(self) -> None:
+        """Ends all requests, stops both workers and gives the weights back. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._driver.close()
+        self._thread.join()
+        for transport in self._driver.transports.values():
+            transport.close()
+        del self._driver
+        for spec in self._specs:
+            release_model(spec)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_engines: Registry[Engine] = Registry(close=Engine.close)
+
+
+def acquire_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """The process's engine of a configuration. Give it back with `release_engine`."""
+    return _engines.acquire(config, lambda: Engine(config, progress=progress))
+
+
+def release_engine(config: EngineConfig) -> None:
+    """Gives one use of an engine back; the last one closes it."""
+    _engines.release(config)

@@ -1,0 +1,172 @@
+"""`Generation`: the consumer's end of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from langchain_card.core.request import FinishReason, Request, RequestStats
+from langchain_card.detokenizer import Detokenizer, Piece
+
+_WAKE_SECONDS = 0.1
+"""How long a blocked consumer sleeps before it looks for signals such as ctrl-c."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer.
+
+    Attributes:
+        text: without special tokens and stop strings.
+        token_ids: tokens of the answer, end of text included.
+        finish_reason: why it ended.
+        stats: counts and times.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: RequestStats
+
+
+class Generation:
+    """An answer that is being written. Iterate over it, with `for` or `async for`, from any thread or event loop.
+
+    Args:
+        request: what was asked.
+        detokenizer: of this answer.
+        abort: called once when the consumer gives up.
+    """
+
+    def __init__(self, request: Request, detokenizer: Detokenizer, abort: Callable[[], None]) -> None:
+        self.request = request
+        self._detokenizer = detokenizer
+        self._abort = abort
+        self._ready = threading.Condition()
+        self._wakers: list[Callable[[], None]] = []
+        self._pieces: deque[Piece] = deque()
+        self._taken: list[Piece] = []
+        self._reason: FinishReason | None = None
+        self._stats: RequestStats | None = None
+        self._error: BaseException | None = None
+
+    # The engine's side.
+
+    def push(self, token_ids: Sequence[int], sources: Sequence[str]) -> int | None:
+        """Takes committed tokens; the number of tokens that count when a stop string was met, else None."""
+        pieces = self._detokenizer.push(token_ids, sources)
+        with self._ready:
+            self._pieces += pieces
+            self._taken += pieces
+            self._wake()
+        return self._detokenizer.num_tokens if self._detokenizer.stopped else None
+
+    def finish(self, reason: FinishReason, stats: RequestStats) -> None:
+        """The last call for a request that ended."""
+        rest = self._detokenizer.finish()
+        with self._ready:
+            if rest and self._pieces:
+                last = self._pieces.pop()
+                self._pieces.append(Piece(last.token_id, last.text + rest, last.source))
+                self._taken[-1] = self._pieces[-1]
+            elif rest:
+                self._pieces.append(Piece(-1, rest))
+                self._taken.append(self._pieces[-1])
+            self._reason = FinishReason.STOP if self._detokenizer.stopped else reason
+            stats.output_tokens = self._detokenizer.num_tokens
+            self._stats = stats
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The last call for a request that the engine could not serve."""
+        with self._ready:
+            self._error, self._reason = error, FinishReason.ERROR
+            self._wake()
+
+    def _wake(self) -> None:
+        self._ready.notify_all()
+        wakers, self._wakers = self._wakers, []
+        for wake in wakers:
+            wake()
+
+    # The consumer's side.
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Pieces as they are committed; leaving early aborts the request."""
+        try:
+            while True:
+                with self._ready:
+                    while not self._pieces and self._reason is None:
+                        self._ready.wait(_WAKE_SECONDS)
+                    if not self._pieces:
+                        break
+                    piece = self._pieces.popleft()
+                yield piece
+            self._raise()
+        finally:
+            self.abort()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The same without blocking the event loop; no thread is held."""
+        try:
+            while True:
+                arrived = self._next_wake()
+                if arrived is not None:
+                    await arrived
+                    continue
+                if not self._pieces:
+                    break
+                yield self._pieces.popleft()
+            self._raise()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends the request if it still runs; its tokens so far remain."""
+        if self._reason is None:
+            self._abort()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request ended."""
+        return self._reason is not None
+
+    def result(self) -> Completion:
+        """Waits for the end and returns the whole answer."""
+        with self._ready:
+            while self._reason is None:
+                self._ready.wait(_WAKE_SECONDS)
+        return self.completion()
+
+    def completion(self) -> Completion:
+        """The whole answer of a request that ended."""
+        self._raise()
+        assert self._reason is not None and self._stats is not None, "the request is still running"
+        token_ids = tuple(piece.token_id for piece in self._taken if piece.token_id >= 0)
+        return Completion("".join(piece.text for piece in self._taken), token_ids, self._reason, self._stats)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _next_wake(self) -> asyncio.Future[None] | None:
+        """A future of the running loop that completes when something arrives; None when something is there."""
+        with self._ready:
+            if self._pieces or self._reason is not None:
+                return None
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def complete() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            def wake() -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(complete)
+
+            self._wakers.append(wake)
+            return future
