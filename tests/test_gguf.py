@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from wheelhouse import Record, tensors
 
-from langchain_card.errors import CorruptModelError, DiskSpaceError, InvalidInputError, ModelStoreError
-from langchain_card.runtime.convert import WeightWriter
+from langchain_card.errors import CorruptModelError, ModelStoreError
 from langchain_card.runtime.gguf import open_gguf
 from langchain_card.runtime.int8 import quantize_rows
-from langchain_card.runtime.safety import check_safetensors, inspect_folder
+from langchain_card.runtime.safety import check_safetensors
 from langchain_card.runtime.store import ModelStore
 
 PARAGRAPH = (
@@ -36,13 +34,9 @@ def store() -> ModelStore:
     return store
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def test_float_form_equals_what_transformers_loads(store: ModelStore) -> None:
-    source, folder = store.path("smollm2-135m"), store.prepare("smollm2-135m", "float")
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow)])
+def test_float_form_equals_what_transformers_loads(store: ModelStore, name: str) -> None:
+    folder, source = store.prepare(name, "float"), store.path(name)
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(folder)(PARAGRAPH, return_tensors="pt").input_ids
@@ -102,17 +96,23 @@ def test_tokenizer_and_ends_match_the_metadata(store: ModelStore) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_qwen_tokenizer_and_ends(store: ModelStore, name: str) -> None:
+    folder = store.prepare(name, "int8")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("<|im_start|>user\n1 + 23<|im_end|>").input_ids == [151644, 872, 198, 16, 488, 220, 17, 18, 151645]
+    assert "<tool_call>" in tokenizer.chat_template
+    assert tokenizer.convert_tokens_to_ids("<tool_call>") == 151657
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [151645, 151643]
+
+
 def test_second_start_does_not_convert_again(store: ModelStore) -> None:
     before = (store.prepare("smollm2-135m", "int8") / "model.safetensors").stat()
-    seen: list[str] = []
-
-    class Record:
-        def update(self, stage: str, done: int, total: int) -> None:
-            seen.append(stage)
-
-    after = (ModelStore().prepare("smollm2-135m", "int8", Record()) / "model.safetensors").stat()
+    record = Record()
+    after = (ModelStore().prepare("smollm2-135m", "int8", record) / "model.safetensors").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    assert seen == []
+    assert record.calls == []
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 5_000, 3_000_000, 50_000_000, -1])
@@ -170,110 +170,3 @@ def test_gguf_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     source = tiny_gguf(tmp_path / "a.gguf", "clip")
     with pytest.raises(ModelStoreError, match="transformers cannot read"):
         ModelStore(tmp_path / "cache").prepare(str(source), "float")
-
-
-@pytest.fixture(scope="module", params=["untied", "tied"])
-def llama_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, store: ModelStore) -> Path:
-    """A random Llama with odd sizes, as a user's folder of two or more safetensors shards."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=12,
-        intermediate_size=17,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=49152 if request.param == "tied" else 33,
-        tie_word_embeddings=request.param == "tied",
-    )
-    folder = tmp_path_factory.mktemp(request.param)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1500KB")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(store.prepare("smollm2-135m", "float") / name, folder / name)
-    return folder
-
-
-def test_int8_of_a_users_folder(llama_folder: Path, tmp_path: Path) -> None:
-    store = ModelStore(tmp_path)
-    assert store.prepare(str(llama_folder), "float") == llama_folder
-    folder = store.prepare(str(llama_folder), "int8")
-    assert store.prepare(str(llama_folder), "int8") == folder == store.prepare(str(folder), "int8")
-    stored, model = tensors(folder), AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            restored = stored[f"{name}.weight_int8"].float() * stored[f"{name}.weight_scale"][:, None]
-            assert (restored - module.weight).abs().max() <= module.weight.abs().max() / 127
-    assert stored["model.embed_tokens.weight"].dtype == torch.float16
-    assert (folder / "tokenizer.json").exists()
-    with pytest.raises(InvalidInputError, match="float ones were asked for"):
-        store.prepare(str(folder), "float")
-
-
-def test_changed_folder_is_converted_again_and_the_old_form_removed(llama_folder: Path, tmp_path: Path) -> None:
-    store, copy = ModelStore(tmp_path / "cache"), tmp_path / "copy"
-    shutil.copytree(llama_folder, copy)
-    first = store.prepare(str(copy), "int8")
-    (copy / "generation_config.json").write_text('{"eos_token_id": 1}')
-    second = store.prepare(str(copy), "int8")
-    assert first != second
-    assert not first.exists()
-    assert [model.name for model in store.list()[3:]] == [str(copy)]
-    store.remove(str(copy))
-    assert not second.exists()
-    assert copy.exists()
-
-
-def test_damaged_conversion_is_made_anew(llama_folder: Path, tmp_path: Path) -> None:
-    store = ModelStore(tmp_path)
-    weights = store.prepare(str(llama_folder), "int8") / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-5])
-    assert (store.prepare(str(llama_folder), "int8") / "model.safetensors").read_bytes() == whole
-
-
-def test_conversion_checks_the_disk(llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DiskSpaceError, match=r"needs \d+ bytes, 1000 are free"):
-        ModelStore(tmp_path).prepare(str(llama_folder), "int8")
-
-
-@pytest.mark.parametrize("problem", ["quantization_config", "encoder", "unknown type", "missing shard tensor"])
-def test_folder_that_cannot_become_int8(llama_folder: Path, tmp_path: Path, problem: str) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(llama_folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    if problem == "quantization_config":
-        config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    elif problem == "encoder":
-        config = {"model_type": "t5", "vocab_size": 33}
-    elif problem == "unknown type":
-        config["model_type"] = "no-such-model"
-    else:
-        config["num_hidden_layers"] = 3
-    (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelStoreError):
-        ModelStore(tmp_path / "cache").prepare(str(copy), "int8")
-
-
-def test_weights_beyond_half_precision_stay_full(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=16))
-    with torch.no_grad():
-        model.transformer.wpe.weight[0, 0] = 1e6
-    model.save_pretrained(folder)
-    stored = tensors(ModelStore(tmp_path / "cache").prepare(str(folder), "int8"))
-    assert stored["transformer.wpe.weight"][0, 0] == 1e6
-    assert stored["transformer.wte.weight"].dtype == torch.float16
-    assert stored["transformer.h.0.attn.c_attn.weight"].dtype == torch.float16  # Conv1D is no linear layer
-    assert "lm_head.weight_int8" in stored
-
-
-def test_writer_keeps_every_tensor_aligned(tmp_path: Path) -> None:
-    odd = {"a": torch.ones(3, 5, dtype=torch.int8), "b": torch.ones(3), "c": torch.ones(7, 3).half(), "d": torch.ones(4)}
-    (tmp_path / "config.json").write_text("{}")
-    writer = WeightWriter(tmp_path / "model.safetensors", odd, "int8")
-    for name, tensor in odd.items():
-        writer.add(name, tensor)
-    writer.close()
-    inspect_folder(tmp_path)
-    assert all(torch.equal(tensor, odd[name]) for name, tensor in tensors(tmp_path).items())

@@ -248,11 +248,12 @@ class Coordinator:
             self.stale += 1
             return []
         if proposal.epoch > source.epoch:
-            source.epoch = proposal.epoch
-            source.nodes = [state.tree.path[proposal.base_len]]
-        if proposal.first != len(source.nodes):
-            self.stale += 1
+            source.epoch, source.nodes = proposal.epoch, []
+        if proposal.first < len(source.nodes):
+            self.stale += 1  # repeated
             return []
+        source.nodes += [DEAD] * (proposal.first - len(source.nodes))  # lost
+        source.nodes[proposal.root] = state.tree.path[proposal.applied_len]
         source.applied_len = proposal.applied_len
         source.exhausted = not proposal.token_ids
         source.credits = max(0, source.credits - proposal.steps)
@@ -271,6 +272,9 @@ class Coordinator:
         state = self.scheduler.forget(request_id)
         if state is None:
             return []
+        if isinstance(state, tuple):
+            stats = RequestStats(submitted=state[1], started=now, first_token=now, ended=now)
+            return [m.Finish(request_id, reason, stats)]
         if num_tokens is not None:
             del state.output_ids[num_tokens:]
             state.stats.output_tokens = len(state.output_ids)

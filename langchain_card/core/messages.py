@@ -20,16 +20,16 @@ ROOT = -1
 class Proposal:
     """New candidates of one drafter.
 
-    A drafter numbers its nodes from 0 within an epoch; node 0 is the last token it had applied when the epoch began.
-    A drafter raises its epoch when the committed tokens leave its tree.
+    A drafter numbers its nodes from 0 within an epoch, and raises its epoch when the committed tokens leave its tree.
+    Every proposal says which node stands for the last token applied, so that a lost one costs its own nodes only.
 
     Attributes:
         source: name of the drafter.
         request_id: whose candidates.
         epoch: of the numbering.
-        base_len: output tokens applied when the epoch began: the place of node 0.
-        applied_len: output tokens applied now.
-        first: number of the first node here; a gap means that a message was lost.
+        root: number of the node that stands for the last token applied.
+        applied_len: output tokens applied.
+        first: number of the first node here.
         parents: [n] number of each node's parent, smaller than its own.
         token_ids: [n].
         scores: [n] log of the estimated chance that the target picks the token after its parent.
@@ -41,7 +41,7 @@ class Proposal:
     source: str
     request_id: int
     epoch: int
-    base_len: int
+    root: int
     applied_len: int
     first: int
     parents: tuple[int, ...]

@@ -27,13 +27,12 @@ class Scheduler:
         """Whether a waiting request may start."""
         return bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
 
-    def forget(self, request_id: int) -> RequestState | None:
-        """Takes a request out of wherever it is; its state when it was running."""
-        state = self.running.pop(request_id, None)
-        if state is None:
-            before = len(self.waiting)
-            self.waiting = deque(entry for entry in self.waiting if entry[0].request_id != request_id)
-            self.ended += before - len(self.waiting)
-        else:
-            self.ended += 1
-        return state
+    def forget(self, request_id: int) -> RequestState | tuple[Request, float] | None:
+        """Takes a request out of wherever it is: its state when it ran, its entry when it waited, None when unknown."""
+        found = self.running.pop(request_id, None) or next(
+            (e for e in self.waiting if e[0].request_id == request_id), None
+        )
+        if isinstance(found, tuple):
+            self.waiting.remove(found)
+        self.ended += found is not None
+        return found

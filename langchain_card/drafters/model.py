@@ -33,7 +33,7 @@ class DraftTree:
 
     Attributes:
         output_ids: answer tokens applied.
-        epoch, base_len: see `core.messages.Proposal`.
+        epoch: see `core.messages.Proposal`.
         tokens, parents, scores, slots: [nodes]; scores are cumulative from node 0, slots None until forwarded.
         root: node of the last applied token.
     """
@@ -48,7 +48,6 @@ class DraftTree:
     def start_epoch(self) -> None:
         """Drops the tree; node 0 is the last token known."""
         self.epoch += 1
-        self.base_len = len(self.output_ids)
         self.tokens = [self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]]
         self.parents, self.scores, self.root = [-1], [0.0], 0
         self.slots: list[int | None] = [None]
@@ -167,7 +166,7 @@ class ModelDrafter:
             source=self.name,
             request_id=request_id,
             epoch=tree.epoch,
-            base_len=tree.base_len,
+            root=tree.root,
             applied_len=len(tree.output_ids),
             first=first,
             parents=tuple(tree.parents[first:]),

@@ -100,7 +100,7 @@ class NgramDrafter:
             source=self.name,
             request_id=request_id,
             epoch=history.epoch,
-            base_len=output_len,
+            root=0,
             applied_len=output_len,
             first=1,
             parents=tuple(range(len(chain))),

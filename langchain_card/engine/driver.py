@@ -114,7 +114,9 @@ class Driver:
                 case m.Correct(source) | m.Grow(source):
                     if source in self.transports:
                         self.transports[source].send(effect)
-                case m.Begin():
+                case m.Begin(request):
+                    if (generation := self._generations.get(request.request_id)) is not None:
+                        generation.watch(self.coordinator.scheduler.running[request.request_id].stats)
                     self._target.begin(effect)
                     self._broadcast(effect)
                 case m.End(request_id):

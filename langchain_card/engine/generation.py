@@ -55,6 +55,10 @@ class Generation:
 
     # The engine's side.
 
+    def watch(self, stats: RequestStats) -> None:
+        """The first call for a request that starts; the coordinator goes on writing `stats`."""
+        self._stats = stats
+
     def push(self, token_ids: Sequence[int], sources: Sequence[str]) -> int | None:
         """Takes committed tokens; the number of tokens that count when a stop string was met, else None."""
         pieces = self._detokenizer.push(token_ids, sources)
@@ -128,6 +132,11 @@ class Generation:
         """Ends the request if it still runs; its tokens so far remain."""
         if self._reason is None:
             self._abort()
+
+    @property
+    def stats(self) -> RequestStats | None:
+        """Counts and times so far, written by the engine's thread; None before the request starts."""
+        return self._stats
 
     @property
     def finished(self) -> bool:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from langchain_card.errors import CorruptModelError, DownloadError, UnknownModelError
-from langchain_card.runtime.files import Progress, need_space, size_on_disk
+from langchain_card.errors import CorruptModelError, DiskSpaceError, DownloadError, UnknownModelError
+from langchain_card.runtime.files import Progress, Silent, need_space, size_on_disk
 
 HUB_PATIENCE = 5.0  # seconds for the hub's first answer
 _CHUNK = 1 << 22
@@ -268,17 +268,24 @@ def fetch_hub_folder(repo_id: str, *, offline: bool = False) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import DryRunError, RepositoryNotFoundError
 
-    options: dict[str, Any] = {"allow_patterns": _FOLDER_FILES, "etag_timeout": HUB_PATIENCE}
+    options: dict[str, Any] = {
+        "allow_patterns": _FOLDER_FILES,
+        "ignore_patterns": ["*/*", "consolidated*"],  # other formats, and copies of the weights under other names
+        "etag_timeout": HUB_PATIENCE,
+    }
     try:
         # Without a network there is no plan, but the cache may hold the repository.
         with contextlib.suppress(DryRunError):
-            plan = snapshot_download(repo_id, dry_run=True, local_files_only=offline, **options)
+            quiet = _bar(Silent(), "", 0)
+            plan = snapshot_download(repo_id, dry_run=True, local_files_only=offline, tqdm_class=quiet, **options)
             need_space(Path(HF_HUB_CACHE), sum(f.file_size for f in plan if f.will_download))
         return Path(snapshot_download(repo_id, local_files_only=offline, **options))
     except RepositoryNotFoundError as error:
         hint = "check the spelling; for a private or gated repository log in with `hf auth login`"
         raise UnknownModelError("model", repo_id, "must be a repository of the model hub", hint) from error
-    except (OSError, RuntimeError, ValueError) as error:
+    except DiskSpaceError:
+        raise
+    except Exception as error:  # the library lets errors of its HTTP client through
         hint = "check the network, or download the folder elsewhere and give its path as the model"
         raise DownloadError("model", repo_id, f"the model hub did not give it ({_brief(error)})", hint) from error
 

@@ -112,7 +112,7 @@ class ModelStore:
         Raises:
             UnknownModelError: nothing of this name is in the store.
         """
-        wanted = {name, str(Path(name).expanduser().resolve())}
+        wanted = {name, str(Path(name).expanduser().resolve())} if name else set()
         folders = [folder for folder, source in self._conversions() if source in wanted]
         if name in BUILTINS:
             folders = [self._home(name)]
@@ -175,8 +175,10 @@ class ModelStore:
         return target
 
     def _conversions(self) -> Iterable[tuple[Path, str]]:
-        for stamp in sorted((self.cache / "converted").glob(f"*/*/{STAMP}")):
-            yield stamp.parent.parent, str(json.loads(stamp.read_text())["model"])
+        for home in sorted((self.cache / "converted").glob("*")):
+            names = [name for form in home.iterdir() if (name := _stamp(form).get("model"))]
+            if names:
+                yield home, str(names[0])
 
     def _home(self, name: str) -> Path:
         return self.cache / "models" / name
@@ -195,7 +197,7 @@ class ModelStore:
 def _local(name: str) -> Path | None:
     """The folder or GGUF file of this name; None for a hub id; an error for anything else."""
     path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path.resolve()
     if path.is_file():
         raise UnknownModelError("model", name, "a model file must end in .gguf", "give the folder of safetensors files")
@@ -214,13 +216,21 @@ def _key(source: Path) -> str:
     return f"{source.name[:40]}-{digest[:16]}"
 
 
-def _ready(folder: Path) -> bool:
+def _stamp(folder: Path) -> dict[str, Any]:
     try:
-        if json.loads((folder / STAMP).read_text())["converter"] != CONVERTER:
-            return False
+        return dict(json.loads((folder / STAMP).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _ready(folder: Path) -> bool:
+    """Whether a conversion is whole; one that is damaged or half removed is made anew."""
+    if _stamp(folder).get("converter") != CONVERTER:
+        return False
+    try:
         inspect_folder(folder)
-    except (OSError, ValueError, CARDError):
-        return False  # damaged or half removed: it is made anew
+    except CARDError:
+        return False
     return True
 
 

@@ -1,0 +1,49 @@
+# Everything starts here: `make help`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check format bench notebooks clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(READY) ## make .venv and install everything (2 to 5 minutes the first time, nothing after that)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): torch, transformers and the development tools (2 to 5 minutes the first time) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, about 10 minutes)
+	@$(BIN)/langchain-card chat --demo
+
+test: setup ## the tests (first time: 93 MB to download; about 10 minutes on two cores)
+	@echo "Running the tests: about 10 minutes on two cores; they download a 93 MB model when it is not there yet."
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup ## the tests that need the 1.5B pair (about an hour on two cores)
+	@$(BIN)/python -m pytest -m slow
+
+check: setup ## lint, types, import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup ## format the code
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+bench: setup ## the real pair: plain, auto and transformers side by side (about 40 minutes on two cores)
+	@$(BIN)/python benchmarks/real_pair.py
+
+notebooks: setup ## execute the cookbook and store its outputs
+	@$(BIN)/jupytext --to ipynb --execute cookbook/*.py
+
+clean: ## remove .venv and caches of tools; downloaded models stay (`langchain-card models rm NAME`)
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

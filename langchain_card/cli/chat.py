@@ -1,0 +1,233 @@
+"""`langchain-card chat`: a conversation on the command line. `--demo` shows and measures the schedules instead."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from langchain_card.config import DTYPES, QUANTIZATIONS, SCHEDULES, EngineConfig
+from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
+from langchain_card.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from langchain_card.cli.render import Screen
+    from langchain_card.engine.engine import Engine
+    from langchain_card.engine.generation import Completion, Generation
+
+MAX_TOKENS = 512
+DEMO_TOKENS = 144
+HELP = """\
+/stats   the last answer's statistics, and totals
+/reset   forget the conversation
+/quit    leave, like ctrl-d
+ctrl-c   stops an answer; what was said is kept"""
+
+
+def register(subparsers: Any) -> None:
+    """Add `chat`."""
+    defaults = EngineConfig()
+    parser = subparsers.add_parser("chat", help="talk to a model; --demo shows what speculation gains here")
+    parser.add_argument("--demo", action="store_true", help="answer one question live, then compare all schedules")
+    parser.add_argument("--model", default=defaults.model, help="target model (%(default)s)")
+    parser.add_argument(
+        "--draft-model", default=defaults.draft_model, help='draft model, "ngram" or "none" (%(default)s)'
+    )
+    parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--draft-device", default="auto", help="of the draft")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV")
+    parser.add_argument("--quantization", default="auto", choices=("auto", *QUANTIZATIONS, "none"))
+    parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="of the streamed answers (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, help=f"of one answer ({MAX_TOKENS}; {DEMO_TOKENS} with --demo)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
+    parser.add_argument("--seed", type=int, help="of the noise at a temperature above 0 (drawn, see /stats)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the user leaves; 0, or 1 when the demo's answers differ. Errors of the package rise to `main`."""
+    config = EngineConfig(
+        model=args.model,
+        draft_model=None if args.draft_model == "none" else args.draft_model,
+        device=args.device,
+        draft_device=args.draft_device,
+        dtype=args.dtype,
+        quantization=None if args.quantization == "none" else args.quantization,
+    )
+    usual = DEMO_TOKENS if args.demo else MAX_TOKENS
+    max_tokens = usual if args.max_tokens is None else args.max_tokens
+    seed = args.seed if args.seed is not None else secrets.randbelow(2**31)
+    params = SamplingParams(max_tokens=max_tokens, temperature=args.temperature, seed=seed, schedule=args.schedule)
+    params.check(config.limits)
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    return (_run_demo if args.demo else _run_chat)(config, params, opening)
+
+
+def _run_chat(config: EngineConfig, params: SamplingParams, opening: list[dict[str, str]]) -> int:
+    from langchain_card.cli.render import Screen
+
+    screen = Screen()
+    with load(config) as engine:
+        Chat(engine, screen, params, opening).talk()
+    return 0
+
+
+def _run_demo(config: EngineConfig, params: SamplingParams, opening: list[dict[str, str]]) -> int:
+    from langchain_card.cli import demo
+    from langchain_card.cli.render import Screen
+
+    return demo.run(Screen(), config, params, opening)
+
+
+def load(config: EngineConfig) -> Engine:
+    """Loads the models and shows how far it is."""
+    from langchain_card.cli.models import ConsoleProgress
+
+    with ConsoleProgress() as progress:
+        progress.update("load the models", 0, 0)
+        from transformers.utils import logging
+
+        from langchain_card.engine.engine import Engine
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        return Engine(config, progress=progress)
+
+
+def encode(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
+    """The prompt of a conversation.
+
+    Raises:
+        InvalidInputError: the model has no chat template, or it refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        ids: list[int] = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except (TemplateError, ValueError) as error:
+        model = engine.config.model
+        raise InvalidInputError("model", model, f"cannot format a chat: {error}", "use an instruct model") from error
+    return ids
+
+
+@contextlib.contextmanager
+def stopping_on_interrupt(generation: Generation) -> Iterator[None]:
+    """Makes ctrl-c abort the answer; a second one is raised as usual."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        generation.abort()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Chat:
+    """A conversation.
+
+    Args:
+        engine: answers; not closed here.
+        screen: where to write.
+        params: of every answer.
+        opening: the messages that every conversation begins with.
+    """
+
+    def __init__(self, engine: Engine, screen: Screen, params: SamplingParams, opening: list[dict[str, str]]) -> None:
+        self._engine, self._screen, self._params, self._opening = engine, screen, params, opening
+        self._messages = list(opening)
+        self._answers: list[RequestStats] = []
+        self._context = 0
+        self._interactive = screen.is_terminal and sys.stdin.isatty()
+
+    def talk(self) -> None:
+        """Reads questions and commands until the user leaves."""
+        if self._interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  gives input() a history and line editing
+            self._screen.note(f"{describe(self._engine)}. /help lists commands.\n")
+        while (line := self._read()) is not None and line != "/quit":
+            if line == "/help":
+                self._screen.say(HELP)
+            elif line == "/stats":
+                self._screen.say(self._stats())
+            elif line == "/reset":
+                self._messages, self._context = list(self._opening), 0
+                self._screen.note("The conversation is forgotten.")
+            elif re.fullmatch(r"/\w+", line):
+                self._screen.note(f"There is no command {line}; /help lists them.")
+            elif line:
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        """The next line; None at the end of the input, or at ctrl-c."""
+        try:
+            if self._interactive:
+                return input("> ").strip()
+            line = sys.stdin.readline()
+            return line.strip() if line else None
+        except (EOFError, KeyboardInterrupt):
+            self._screen.note("")
+            return None
+
+    def _answer(self, text: str) -> None:
+        question = {"role": "user", "content": text}
+        try:
+            prompt_ids = encode(self._engine, [*self._messages, question])
+            generation = self._engine.submit(prompt_ids, self._params)
+        except InvalidInputError as error:
+            self._screen.fail(error)
+            return
+        with stopping_on_interrupt(generation):
+            self._screen.stream(generation)
+            completion = generation.result()
+        self._messages += [question, {"role": "assistant", "content": completion.text}]
+        self._answers.append(completion.stats)
+        self._context = len(prompt_ids) + len(completion.token_ids)
+        self._close(completion, generation.request.params.max_tokens)
+
+    def _close(self, completion: Completion, max_tokens: int) -> None:
+        """One line under an answer: why it ended, where that is not plain, and how fast it was."""
+        from langchain_card.cli.render import status
+
+        reasons = {FinishReason.ABORT: "stopped", FinishReason.LENGTH: f"cut at {max_tokens} tokens"}
+        reason = reasons.get(completion.finish_reason, "")
+        if self._interactive:
+            self._screen.note(f"{reason} · {status(completion.stats)}\n" if reason else f"{status(completion.stats)}\n")
+        elif reason:
+            self._screen.note(f"langchain-card: {reason}")
+
+    def _stats(self) -> str:
+        from langchain_card.cli.render import name_of, status
+
+        if not self._answers:
+            return "no answer yet"
+        last = self._answers[-1]
+        by_source = {**last.accepted_by_source, "": last.output_tokens - sum(last.accepted_by_source.values())}
+        origins = ", ".join(f"{count} {name_of(source)}" for source, count in by_source.items())
+        tokens = sum(stats.output_tokens for stats in self._answers)
+        seconds = sum(stats.ended - stats.submitted for stats in self._answers)
+        schedule = last.schedule + (f", seed {self._params.seed}" if self._params.temperature > 0 else "")
+        return (
+            f"last answer  {status(last)}\n"
+            f"             {last.output_tokens} tokens: {origins}\n"
+            f"             first token after {last.first_token - last.submitted:.1f} s, schedule {schedule}\n"
+            f"context      {self._context:,} of {self._engine.max_model_len:,} tokens\n"
+            f"all answers  {len(self._answers)}, {tokens:,} tokens in {seconds:.1f} s"
+        )
+
+
+def describe(engine: Engine) -> str:
+    """The models and where they run, in a line."""
+    draft = {None: "no draft", "ngram": "n-gram lookup"}.get(engine.config.draft_model, engine.config.draft_model)
+    where = engine.devices["target"]
+    draft_where = engine.devices.get("draft", where)
+    return f"{engine.config.model} on {where}, with {draft}" + ("" if draft_where == where else f" on {draft_where}")

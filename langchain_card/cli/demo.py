@@ -1,0 +1,193 @@
+"""`langchain-card chat --demo`: one answer live, then the same answer under every schedule, timed and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from langchain_card.cli.chat import describe, encode, load
+from langchain_card.cli.render import REFRESH, Screen, share, status
+from langchain_card.config import EngineConfig, Schedule
+from langchain_card.core.request import RequestStats, SamplingParams
+from langchain_card.errors import InvalidInputError
+from langchain_card.runtime.download import BUILTINS
+from langchain_card.runtime.store import ModelStore
+
+if TYPE_CHECKING:
+    from langchain_card.engine.engine import Engine
+    from langchain_card.engine.generation import Completion, Generation
+
+PROMPT = """\
+Add type hints and a docstring to this function, and let it skip empty lines. Answer with the code only.
+
+def read_scores(path):
+    scores = {}
+    with open(path) as file:
+        for line in file:
+            name, score = line.strip().split(",")
+            if name not in scores:
+                scores[name] = []
+            scores[name].append(float(score))
+    return scores
+"""
+ORDER: tuple[Schedule, ...] = ("plain", "sequential", "parallel", "auto")
+ROUNDS = 2
+WARM_UP = 16  # tokens with each schedule before anything is timed: the costs are learnt, the pages are touched
+_COLUMNS: tuple[tuple[str, Callable[[Sequence[RequestStats]], str]], ...] = (
+    ("accepted\nlength", lambda runs: f"{_median(runs, lambda s: s.mean_accepted_length):.2f}"),
+    ("hit\nrate", lambda runs: f"{_median(runs, lambda s: s.hit_rate):.0%}"),
+    ("draft\nbusy", lambda runs: share(_median(runs, lambda s: s.draft_busy / (s.decode_seconds or 1)), 1)),
+    ("target\nbusy", lambda runs: share(_median(runs, lambda s: s.target_busy / (s.decode_seconds or 1)), 1)),
+    ("first\ntoken", lambda runs: f"{_median(runs, lambda s: s.first_token - s.submitted):.2f} s"),
+)
+
+
+def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: list[dict[str, str]]) -> int:
+    """Show the demo.
+
+    Args:
+        screen: where to write.
+        config: the models.
+        params: of the streamed answer; the comparison replaces its schedule.
+        opening: messages before the question.
+
+    Returns:
+        0, or 1 when the answers differ.
+    """
+    if config.draft_model is None:
+        raise InvalidInputError("draft_model", "none", "the demo compares ways to draft", 'use a model, or "ngram"')
+    screen.say(_plan(config) + "\n")
+    with load(config) as engine:
+        prompt_ids = encode(engine, [*opening, {"role": "user", "content": PROMPT}])
+        screen.say(f"{describe(engine)}. The question:\n")
+        screen.say(PROMPT, "dim")
+        streamed = _show(screen, engine, prompt_ids, params)
+        runs = _compare(screen, engine, prompt_ids, params)
+        reference = runs["plain"][0]
+        answers = [("streamed", streamed), *((name, run) for name, made in runs.items() for run in made)]
+        differing = next(((name, run) for name, run in answers if run.token_ids != reference.token_ids), None)
+        if differing is None:
+            screen.say("identical: yes")
+            return 0
+        screen.say(f"identical: no\n{_difference(engine, reference, *differing)}")
+        return 1
+
+
+def _plan(config: EngineConfig) -> str:
+    stored = {model.name: model.state for model in ModelStore().list()}
+    absent = [name for name in (config.model, config.draft_model) if name and stored.get(name) == "absent"]
+    size = sum(BUILTINS[name].size for name in absent) / 1e9
+    first = f"First, {size:.1f} GB are downloaded and converted: several minutes, once. " if absent else ""
+    return (
+        "The draft guesses ahead, the target checks its guesses, and every word is the target's own. "
+        f"{first}You will see one answer being written; then the same question is answered with every schedule, "
+        f"{ROUNDS} times each, and compared: three to five minutes on two CPU cores."
+    )
+
+
+def _show(screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    """Streams the answer with its tokens tinted by origin."""
+    screen.legend()
+    generation = engine.submit(prompt_ids, params)
+    screen.stream(generation, tint=True)
+    completion = generation.result()
+    screen.note(f"{completion.stats.output_tokens} tokens · {status(completion.stats)}\n")
+    return completion
+
+
+def _compare(
+    screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: SamplingParams
+) -> dict[Schedule, list[Completion]]:
+    """Answers with every schedule in turn, forth and back, and draws the table."""
+    board = _Board()
+    live = Live(board, console=screen.console, refresh_per_second=REFRESH) if screen.is_terminal else None
+    with live or contextlib.nullcontext():
+        for schedule in ORDER:
+            warm = replace(params, schedule=schedule, max_tokens=min(WARM_UP, params.max_tokens))
+            board.follow("warming up", engine.submit(prompt_ids, warm)).result()
+        turns = [*ORDER, *reversed(ORDER)] * (ROUNDS // 2)
+        for number, schedule in enumerate(turns, start=1):
+            label = f"run {number} of {len(turns)}: {schedule}"
+            generation = engine.submit(prompt_ids, replace(params, schedule=schedule))
+            completion = board.follow(label, generation).result()
+            board.runs[schedule].append(completion)
+            if live is None:
+                screen.note(f"{label}, {status(completion.stats)}")
+        board.generation = None
+    if live is None:
+        screen.console.print(board)
+    return board.runs
+
+
+class _Board:
+    """The table as far as it is known, and the run in progress.
+
+    Attributes:
+        runs: finished answers by schedule.
+        generation: the run in progress, or None.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[Schedule, list[Completion]] = {schedule: [] for schedule in ORDER}
+        self.generation: Generation | None = None
+        self._label = ""
+
+    def follow(self, label: str, generation: Generation) -> Generation:
+        """Shows this run below the table from now on."""
+        self._label, self.generation = label, generation
+        return generation
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._table(console.is_terminal)
+        if self.generation is not None:
+            stats = self.generation.stats
+            seconds = time.perf_counter() - stats.first_token if stats is not None else 0.0
+            line = f"{self._label} · {status(stats, seconds=seconds)}"
+            yield Text(line, "dim", no_wrap=True, overflow="ellipsis")
+
+    def _table(self, is_terminal: bool) -> Table:
+        table = Table(box=box.SIMPLE_HEAD if is_terminal else None, header_style="dim", pad_edge=False)
+        table.add_column("schedule")
+        for header in ("tokens/s", "speedup", *(header for header, _ in _COLUMNS)):
+            table.add_column(header, justify="right", vertical="bottom")
+        rates = {schedule: _rate(made) for schedule, made in self.runs.items()}
+        for schedule, made in self.runs.items():
+            if not made:
+                table.add_row(schedule, *["·"] * (2 + len(_COLUMNS)), style="dim")
+                continue
+            stats = [completion.stats for completion in made]
+            name = f"auto ({stats[-1].schedule})" if schedule == "auto" else schedule
+            rate, plain = rates[schedule], rates["plain"]
+            speedup = f"{rate / plain:.2f}x" if plain else "-"
+            style = "bold" if rate == max(rates.values()) else ""
+            table.add_row(name, f"{rate:.1f}", speedup, *(show(stats) for _, show in _COLUMNS), style=style)
+        return table
+
+
+def _rate(made: Sequence[Completion]) -> float:
+    return median(completion.stats.tokens_per_second for completion in made) if made else 0.0
+
+
+def _median(stats: Sequence[RequestStats], figure: Callable[[RequestStats], float]) -> float:
+    return median(figure(one) for one in stats)
+
+
+def _difference(engine: Engine, reference: Completion, name: str, other: Completion) -> str:
+    """Where two answers part, and both texts around that place."""
+    ours, theirs = reference.token_ids, other.token_ids
+    shared = zip(ours, theirs)  # noqa: B905  one may be a beginning of the other
+    place = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(ours), len(theirs)))
+    around = slice(max(0, place - 12), place + 8)
+    texts = {"plain": ours[around], name: theirs[around]}
+    lines = [f"  {who:10}  {engine.tokenizer.decode(ids)!r}" for who, ids in texts.items()]
+    return "\n".join([f"{name} differs from plain at token {place}:", *lines])

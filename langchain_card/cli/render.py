@@ -1,0 +1,163 @@
+"""What `chat` and its demo draw with: text that streams, statistics, two tints. Plain text without a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from langchain_card.core.request import RequestStats
+    from langchain_card.detokenizer import Piece
+    from langchain_card.engine.generation import Generation
+    from langchain_card.errors import CARDError
+
+REFRESH = 10  # times a second
+_STYLES = {"": "default", "ngram": "yellow"}
+_NAMES = {"": "target's own", "model": "model draft", "ngram": "n-gram"}
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+
+
+def style_of(source: str) -> str:
+    """The tint of a token that `source` proposed; the target's own have none."""
+    return _STYLES.get(source, "cyan")
+
+
+def name_of(source: str) -> str:
+    """A drafter's name, for people."""
+    return _NAMES.get(source, source)
+
+
+def clean(text: str) -> str:
+    """Without control characters other than tab and newline: an answer must not steer the terminal."""
+    return text.translate(_CONTROLS)
+
+
+def share(part: float, whole: float) -> str:
+    """A share as "42%"; never above 100%, although a step may have begun before the clock."""
+    return f"{min(1.0, part / whole) if whole > 0 else 0.0:.0%}"
+
+
+def status(stats: RequestStats | None, *, seconds: float | None = None) -> str:
+    """One line about an answer, ended or not.
+
+    Args:
+        stats: of the engine, or None before the request started.
+        seconds: since the first token; default those until the end.
+    """
+    if stats is None or not stats.rounds:
+        return "reading the prompt"
+    seconds = stats.decode_seconds if seconds is None else seconds
+    rate = max(0, stats.output_tokens - 1) / seconds if seconds > 0 else 0.0
+    if stats.schedule == "plain":
+        return f"{rate:.1f} tokens/s · plain decoding"
+    busy = f"busy draft {share(stats.draft_busy, seconds)} target {share(stats.target_busy, seconds)}"
+    accepted = f"accepted {stats.mean_accepted_length:.1f}"
+    return f"{rate:.1f} tokens/s · {accepted} · hit rate {stats.hit_rate:.0%} · {busy}"
+
+
+class Screen:
+    """Standard output, and standard error for what is not an answer.
+
+    Attributes:
+        console: standard output.
+        errors: standard error.
+        is_terminal: whether to draw; a pipe gets plain lines without control codes.
+    """
+
+    def __init__(self) -> None:
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        self.console = Console(highlight=False)
+        self.errors = Console(highlight=False, stderr=True)
+        self.is_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def say(self, text: str, style: str = "") -> None:
+        """A paragraph on standard output; wrapped on a terminal only."""
+        self._print(self.console, text, style)
+
+    def note(self, text: str, style: str = "dim") -> None:
+        """A remark that is no part of the output: below it on a terminal, else on standard error."""
+        self._print(self.console if self.is_terminal else self.errors, text, style)
+
+    def fail(self, error: CARDError) -> None:
+        """An error that the program survives."""
+        self.errors.print(Text(clean(f"langchain-card: {error}")), soft_wrap=True)
+
+    def legend(self) -> None:
+        """What the tints mean; nothing where there are none."""
+        if self.is_terminal and self.console.color_system and not self.console.no_color:
+            text = Text()
+            for source in ("model", "ngram", ""):
+                text.append("■ ", style_of(source)).append(f"{name_of(source)}   ", "dim")
+            self.console.print(text)
+
+    def stream(self, generation: Generation, *, tint: bool = False) -> None:
+        """Writes an answer as it comes, until it ends or is aborted.
+
+        Args:
+            generation: the answer.
+            tint: show which drafter proposed a token, where there are colours.
+        """
+        if self.is_terminal:
+            with _Drawing(self.console, generation, tint) as drawing:
+                for piece in generation:
+                    drawing.push(piece)
+            return
+        for piece in generation:
+            print(clean(piece.text), end="", flush=True)
+        print(flush=True)
+
+    def _print(self, console: Console, text: str, style: str) -> None:
+        console.print(Text(clean(text), style), soft_wrap=not console.is_terminal)
+
+
+class _Drawing:
+    """An answer that grows on a terminal. Full rows scroll away; the last one and the status below it are redrawn."""
+
+    def __init__(self, console: Console, generation: Generation, tint: bool) -> None:
+        self._console, self._generation, self._tint = console, generation, tint
+        self._line, self._printed = Text(), 0  # the line being written, and how many of its rows have scrolled
+        self._last_row = Text()
+        self._live = Live(self, console=console, transient=True, refresh_per_second=REFRESH)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._scroll(whole=True)
+        self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        stats = self._generation.stats
+        seconds = time.perf_counter() - stats.first_token if stats is not None else 0.0
+        yield self._last_row
+        yield Text(status(stats, seconds=seconds), "dim", no_wrap=True, overflow="ellipsis")
+
+    def push(self, piece: Piece) -> None:
+        """Takes the next token."""
+        style = style_of(piece.source) if self._tint else ""
+        first, *others = clean(piece.text).expandtabs(4).split("\n")
+        self._line.append(first, style)
+        for text in others:
+            self._scroll(whole=True)
+            self._line, self._printed = Text(text, style), 0
+        self._scroll()
+
+    def _scroll(self, *, whole: bool = False) -> None:
+        """Prints the rows of the line that can no longer change."""
+        rows = list(self._line.wrap(self._console, self._console.width))
+        ready = rows[self._printed :] if whole else rows[self._printed : -1]
+        self._last_row = Text() if whole else rows[-1]
+        self._printed += len(ready)
+        for row in ready:
+            self._console.print(row)

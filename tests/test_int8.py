@@ -1,0 +1,67 @@
+"""Row-exact int8: integer sums are exact, and a row does not depend on its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from langchain_card.runtime.int8 import ACTIVATION_LEVELS, ACTIVATION_ZERO_POINT, Int8Linear, kernel_name, quantize_rows
+
+pytestmark = pytest.mark.skipif(kernel_name() is None, reason="this build of torch has no int8 kernel")
+
+
+def reference(layer_weight: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The same arithmetic with exact integers."""
+    row_scale = x.abs().amax(dim=-1, keepdim=True)
+    levels = torch.round(x / row_scale * ACTIVATION_LEVELS).long()
+    sums = levels @ layer_weight.long().T
+    return sums.double() * scale.double() / ACTIVATION_LEVELS * row_scale.double()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("features", [2, 64, 1536, 8960])
+def test_worst_case_sums_are_exact(features: int, sign: int) -> None:
+    """All products at their largest with one sign: where 8 x 8 bits saturate in 16-bit pairs."""
+    weight = torch.full((32, features), sign * 127, dtype=torch.int8)
+    scale = torch.full((32,), 0.01)
+    for value in (1.0, -1.0):
+        x = torch.full((3, features), value)
+        got = Int8Linear(weight, scale)(x)
+        torch.testing.assert_close(got.double(), reference(weight, scale, x), rtol=1e-6, atol=0)
+
+
+def test_random_sums_are_exact() -> None:
+    torch.manual_seed(0)
+    weight, scale = quantize_rows(torch.randn(257, 1000))
+    x = torch.randn(9, 1000) * torch.logspace(-6, 6, 9)[:, None]
+    got = Int8Linear(weight, scale)(x)
+    torch.testing.assert_close(got.double(), reference(weight, scale, x), rtol=1e-5, atol=1e-9)
+
+
+def test_more_activation_bits_would_saturate() -> None:
+    """The reason for 7 bits, where the processor lacks VNNI: 8-bit activations give silently wrong sums."""
+    assert ACTIVATION_ZERO_POINT - ACTIVATION_LEVELS >= 0
+    assert 2 * (ACTIVATION_ZERO_POINT + ACTIVATION_LEVELS) * 128 <= 2**15 - 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(151, 64), (576, 1536), (1536, 8960)])
+def test_a_row_has_the_same_bits_beside_any_other_rows(shape: tuple[int, int], threads: int) -> None:
+    torch.manual_seed(1)
+    weight, scale = quantize_rows(torch.randn(*shape))
+    layer = Int8Linear(weight, scale, torch.randn(shape[0]))
+    x = torch.randn(16, shape[1]) * torch.logspace(-3, 3, 16)[:, None]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        alone = torch.cat([layer(x[i : i + 1]) for i in range(16)])
+        for count in (2, 4, 7, 16):
+            assert torch.equal(layer(x[:count]), alone[:count])
+        assert torch.equal(layer(x.flip(0)).flip(0), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_zero_rows_stay_finite() -> None:
+    weight, scale = quantize_rows(torch.zeros(8, 16))
+    assert torch.equal(Int8Linear(weight, scale)(torch.zeros(2, 16)), torch.zeros(2, 8))

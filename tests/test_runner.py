@@ -1,0 +1,96 @@
+"""Row-stable steps on the real SmolLM2: a row's logits have the same bits beside any rows and in any slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from langchain_card.config import EngineConfig
+from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.loader import acquire_model, release_model, resolve
+from langchain_card.runtime.runner import ModelRunner
+
+TEXT = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n" * 14
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[tuple[ModelRunner, list[int]]]:
+    pair = resolve(EngineConfig(model="smollm2-135m", draft_model=None))
+    yield ModelRunner(acquire_model(pair.target), max_len=1024, num_scratch=32), pair.tokenizer(TEXT).input_ids
+    release_model(pair.target)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def prefilled(runner: ModelRunner, token_ids: list[int]) -> KVCache:
+    cache = runner.open()
+    runner.prefill(cache, token_ids)
+    return cache
+
+
+def path_logits(runner: ModelRunner, cache: KVCache, path: list[int]) -> torch.Tensor:
+    """Plain decoding over `path`, one row at a time, each kept before the next."""
+    length = cache.length
+    rows = []
+    for token in path:
+        rows.append(runner.step(cache, [token], [(0,)]))
+        cache.keep([0])
+    cache.length = length
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("length", [20, 125, 127, 128, 250])
+def test_same_bits_beside_other_rows_and_in_other_slots(
+    runner: tuple[ModelRunner, list[int]], length: int, threads: int, set_threads: Callable[[int], None]
+) -> None:
+    model, token_ids = runner
+    set_threads(threads)
+    cache = prefilled(model, token_ids[:length])
+    path = token_ids[length : length + 4]
+    alone = path_logits(model, cache, path)
+    trees = {
+        "a chain": ([], [0, 1, 2, 3]),
+        "three other rows, branching off": ([(0,), (0, 1), (1,)], [4, 5, 6, 7]),
+        "fifteen other rows, in other slots": ([(0,)] * 8 + [(0, 1)] * 4 + [(0, 1, 2)] * 3, [31, 17, 25, 30]),
+    }
+    for name, (others, slots) in trees.items():
+        rows = [tuple(slots[: i + 1]) for i in range(4)]
+        tokens = list(path)
+        free = iter(slot for slot in range(32) if slot not in slots)
+        own: list[int] = []
+        for n, shape in enumerate(others):
+            own.append(next(free))
+            rows.insert(n, (*[slots[i] for i in range(len(shape) - 1)], own[-1]))
+            tokens.insert(n, 100 + 7 * n)
+        logits = model.step(cache, tokens, rows)[len(others) :]
+        assert torch.equal(logits, alone), name
+
+
+def test_rows_are_causal(runner: tuple[ModelRunner, list[int]]) -> None:
+    """Against transformers' own forward over the whole text, in float32 and in another order of arithmetic."""
+    model, token_ids = runner
+    cache = prefilled(model, token_ids[:60])
+    ours = model.step(cache, token_ids[60:70], [tuple(range(i + 1)) for i in range(10)])
+    whole = prefilled(model, token_ids[:69])
+    last = model.step(whole, [token_ids[69]], [(0,)])
+    assert (ours[-1] - last[0]).abs().max() < 0.05 * last.abs().max()
+    assert torch.equal(ours.argmax(-1)[-1:], last.argmax(-1))
+
+
+def test_kept_rows_continue_as_if_prefilled(runner: tuple[ModelRunner, list[int]]) -> None:
+    model, token_ids = runner
+    cache = prefilled(model, token_ids[:40])
+    plain = path_logits(model, cache, token_ids[40:46])
+    model.step(cache, [token_ids[40], 5, token_ids[41], 9], [(7,), (7, 1), (7, 3), (7, 1, 2)])
+    cache.keep([7, 3])
+    assert cache.length == 42
+    rest = model.step(cache, token_ids[42:46], [tuple(range(10, 11 + i)) for i in range(4)])
+    assert torch.equal(rest, plain[2:])

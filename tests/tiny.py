@@ -1,0 +1,77 @@
+"""Tiny random models on disk, with a byte tokenizer, and drafts that match them partly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 320
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**_SHAPE),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
+    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=48),
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes and an end-of-text token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save(model: Any, folder: Path) -> str:
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def make_target(arch: str, folder: Path, seed: int = 0) -> str:
+    """A random model in float64, with a tokenizer; never ends by itself."""
+    torch.manual_seed(seed)
+    config = CONFIGS[arch]()
+    config.eos_token_id = byte_tokenizer().eos_token_id
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model.generation_config.eos_token_id = config.eos_token_id
+    return save(model, folder)
+
+
+def make_draft(target: str, folder: Path, noise: float, seed: int = 1) -> str:
+    """The target's weights plus noise, in units of each tensor's own spread: it matches in part."""
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return save(model, folder)
