@@ -73,7 +73,7 @@ def _run_chat(config: EngineConfig, params: SamplingParams, opening: list[dict[s
     from langchain_card.cli.render import Screen
 
     screen = Screen()
-    with load(config) as engine:
+    with load(screen, config) as engine:
         Chat(engine, screen, params, opening).talk()
     return 0
 
@@ -85,19 +85,22 @@ def _run_demo(config: EngineConfig, params: SamplingParams, opening: list[dict[s
     return demo.run(Screen(), config, params, opening)
 
 
-def load(config: EngineConfig) -> Engine:
-    """Loads the models and shows how far it is."""
+def load(screen: Screen, config: EngineConfig) -> Engine:
+    """Brings the models here where needed, loads them, and shows how far it is."""
     from langchain_card.cli.models import ConsoleProgress
 
-    with ConsoleProgress() as progress:
-        progress.update("load the models", 0, 0)
+    with screen.waiting("loading torch and transformers"):
         from transformers.utils import logging
 
         from langchain_card.engine.engine import Engine
+        from langchain_card.runtime.loader import resolve
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        return Engine(config, progress=progress)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with ConsoleProgress() as progress:
+        pair = resolve(config, progress)
+    with screen.waiting(f"loading {config.model}" + (f" and {config.draft_model}" if config.has_draft else "")):
+        return Engine(config, pair=pair)
 
 
 def encode(engine: Engine, messages: list[dict[str, str]]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from langchain_card.cli.chat import describe, encode, load
-from langchain_card.cli.render import REFRESH, Screen, share, status
+from langchain_card.cli.render import REFRESH, Screen, progress, share, status
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.errors import InvalidInputError
@@ -41,7 +40,6 @@ def read_scores(path):
     return scores
 """
 ORDER: tuple[Schedule, ...] = ("plain", "sequential", "parallel", "auto")
-ROUNDS = 2
 WARM_UP = 16  # tokens with each schedule before anything is timed: the costs are learnt, the pages are touched
 _COLUMNS: tuple[tuple[str, Callable[[Sequence[RequestStats]], str]], ...] = (
     ("accepted\nlength", lambda runs: f"{_median(runs, lambda s: s.mean_accepted_length):.2f}"),
@@ -67,7 +65,7 @@ def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: l
     if config.draft_model is None:
         raise InvalidInputError("draft_model", "none", "the demo compares ways to draft", 'use a model, or "ngram"')
     screen.say(_plan(config) + "\n")
-    with load(config) as engine:
+    with load(screen, config) as engine:
         prompt_ids = encode(engine, [*opening, {"role": "user", "content": PROMPT}])
         screen.say(f"{describe(engine)}. The question:\n")
         screen.say(PROMPT, "dim")
@@ -91,7 +89,7 @@ def _plan(config: EngineConfig) -> str:
     return (
         "The draft guesses ahead, the target checks its guesses, and every word is the target's own. "
         f"{first}You will see one answer being written; then the same question is answered with every schedule, "
-        f"{ROUNDS} times each, and compared: three to five minutes on two CPU cores."
+        "twice each, and compared: three to five minutes on two CPU cores."
     )
 
 
@@ -101,7 +99,7 @@ def _show(screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: Sam
     generation = engine.submit(prompt_ids, params)
     screen.stream(generation, tint=True)
     completion = generation.result()
-    screen.note(f"{completion.stats.output_tokens} tokens · {status(completion.stats)}\n")
+    screen.note(f"{status(completion.stats)}\n")
     return completion
 
 
@@ -115,16 +113,17 @@ def _compare(
         for schedule in ORDER:
             warm = replace(params, schedule=schedule, max_tokens=min(WARM_UP, params.max_tokens))
             board.follow("warming up", engine.submit(prompt_ids, warm)).result()
-        turns = [*ORDER, *reversed(ORDER)] * (ROUNDS // 2)
+        turns = [*ORDER, *reversed(ORDER)]
         for number, schedule in enumerate(turns, start=1):
             label = f"run {number} of {len(turns)}: {schedule}"
             generation = engine.submit(prompt_ids, replace(params, schedule=schedule))
             completion = board.follow(label, generation).result()
             board.runs[schedule].append(completion)
             if live is None:
-                screen.note(f"{label}, {status(completion.stats)}")
+                screen.note(f"{label} · {progress(completion.stats)}")
         board.generation = None
     if live is None:
+        screen.say("")
         screen.console.print(board)
     return board.runs
 
@@ -150,10 +149,7 @@ class _Board:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._table(console.is_terminal)
         if self.generation is not None:
-            stats = self.generation.stats
-            seconds = time.perf_counter() - stats.first_token if stats is not None else 0.0
-            line = f"{self._label} · {status(stats, seconds=seconds)}"
-            yield Text(line, "dim", no_wrap=True, overflow="ellipsis")
+            yield Text(f"{self._label} · {progress(self.generation.stats)}", "dim")
 
     def _table(self, is_terminal: bool) -> Table:
         table = Table(box=box.SIMPLE_HEAD if is_terminal else None, header_style="dim", pad_edge=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -45,22 +46,30 @@ def share(part: float, whole: float) -> str:
     return f"{min(1.0, part / whole) if whole > 0 else 0.0:.0%}"
 
 
-def status(stats: RequestStats | None, *, seconds: float | None = None) -> str:
-    """One line about an answer, ended or not.
+def seconds_of(stats: RequestStats) -> float:
+    """Seconds since the first token, or from there to the end."""
+    return max(0.0, (stats.ended or time.perf_counter()) - stats.first_token)
 
-    Args:
-        stats: of the engine, or None before the request started.
-        seconds: since the first token; default those until the end.
-    """
+
+def progress(stats: RequestStats | None) -> str:
+    """How far and how fast an answer is; None before its request started."""
     if stats is None or not stats.rounds:
         return "reading the prompt"
-    seconds = stats.decode_seconds if seconds is None else seconds
-    rate = max(0, stats.output_tokens - 1) / seconds if seconds > 0 else 0.0
-    if stats.schedule == "plain":
-        return f"{rate:.1f} tokens/s · plain decoding"
-    busy = f"busy draft {share(stats.draft_busy, seconds)} target {share(stats.target_busy, seconds)}"
-    accepted = f"accepted {stats.mean_accepted_length:.1f}"
-    return f"{rate:.1f} tokens/s · {accepted} · hit rate {stats.hit_rate:.0%} · {busy}"
+    seconds = seconds_of(stats)
+    rate = (stats.output_tokens - 1) / seconds if seconds > 0 else 0.0
+    return f"{stats.output_tokens} tokens · {max(0.0, rate):.1f} tokens/s"
+
+
+def status(stats: RequestStats | None) -> str:
+    """`progress`, and how well candidates do."""
+    line = progress(stats)
+    if stats is None or not stats.rounds or stats.schedule == "plain":
+        return line
+    seconds = seconds_of(stats)
+    busy = f"target {share(stats.target_busy, seconds)} busy"
+    if stats.draft_busy:
+        busy = f"draft {share(stats.draft_busy, seconds)}, {busy}"
+    return f"{line} · accepted {stats.mean_accepted_length:.1f} · hits {stats.hit_rate:.0%} · {busy}"
 
 
 class Screen:
@@ -87,6 +96,13 @@ class Screen:
     def note(self, text: str, style: str = "dim") -> None:
         """A remark that is no part of the output: below it on a terminal, else on standard error."""
         self._print(self.console if self.is_terminal else self.errors, text, style)
+
+    def waiting(self, text: str) -> AbstractContextManager[object]:
+        """Says what takes a while, as long as it does."""
+        if self.is_terminal:
+            return self.console.status(Text(text, "dim"), spinner_style="dim")
+        self.note(text)
+        return nullcontext()
 
     def fail(self, error: CARDError) -> None:
         """An error that the program survives."""
@@ -138,10 +154,8 @@ class _Drawing:
         self._live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        stats = self._generation.stats
-        seconds = time.perf_counter() - stats.first_token if stats is not None else 0.0
         yield self._last_row
-        yield Text(status(stats, seconds=seconds), "dim", no_wrap=True, overflow="ellipsis")
+        yield Text(status(self._generation.stats), "dim", no_wrap=True, overflow="ellipsis")
 
     def push(self, piece: Piece) -> None:
         """Takes the next token."""
