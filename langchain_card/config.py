@@ -93,14 +93,15 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         raise InvalidInputError(
-            name, value, f"must be one of {', '.join(choices)}", f"did you mean {near[0]!r}?" if near else ""
+            name, value, f"must be one of {', '.join(choices)}", f"did you mean {near[0]}" if near else ""
         )
 
 
 def check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> None:
-    """Raises `InvalidInputError` unless `low <= value <= high` and `value` is a number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise InvalidInputError(name, value, f"must be between {low:,} and {high:,}", hint)
+    """Raises `InvalidInputError` unless `low <= value <= high` and `value` is a number; whole when `low` is an int."""
+    kinds, word = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        raise InvalidInputError(name, value, f"must be {word} between {low:,} and {high:,}", hint)
 
 
 def as_dict(config: EngineConfig) -> dict[str, Any]:

@@ -13,7 +13,8 @@ CARDError
 │   ├── DiskSpaceError                  not enough free disk
 │   └── DownloadError                   no source could be reached
 └── EngineError (RuntimeError)          the engine cannot serve the request
-    └── EngineClosedError               the engine was closed
+    ├── EngineClosedError               the engine was closed
+    └── GenerationTimeoutError          the answer took longer than it was allowed to
 ```
 
 Each one names the field, the value, the limit that was broken and one hint, and keeps them as attributes.
@@ -86,3 +87,7 @@ class EngineError(CARDError, RuntimeError):
 
 class EngineClosedError(EngineError):
     """The engine was closed before or while the request ran."""
+
+
+class GenerationTimeoutError(EngineError):
+    """The answer took longer than it was allowed to; the request was aborted."""

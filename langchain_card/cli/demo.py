@@ -41,6 +41,7 @@ def read_scores(path):
 """
 ORDER: tuple[Schedule, ...] = ("plain", "sequential", "parallel", "auto")
 WARM_UP = 16  # tokens with each schedule before anything is timed: the costs are learnt, the pages are touched
+SHARED = "Both are slower at once than alone, so that parallel pays less than on two devices."
 _COLUMNS: tuple[tuple[str, Callable[[Sequence[RequestStats]], str]], ...] = (
     ("accepted\nlength", lambda runs: f"{_median(runs, lambda s: s.mean_accepted_length):.2f}"),
     ("hit\nrate", lambda runs: f"{_median(runs, lambda s: s.hit_rate):.0%}"),
@@ -76,9 +77,11 @@ def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: l
         differing = next(((name, run) for name, run in answers if run.token_ids != reference.token_ids), None)
         if differing is None:
             screen.say("identical: yes")
-            return 0
-        screen.say(f"identical: no\n{_difference(engine, reference, *differing)}")
-        return 1
+        else:
+            screen.say(f"identical: no\n{_difference(engine, reference, *differing)}")
+        if len(set(engine.devices.values())) < len(engine.devices):
+            screen.note(f"\nDraft and target share one device here ({engine.devices['target']}). {SHARED}")
+    return 0 if differing is None else 1
 
 
 def _plan(config: EngineConfig) -> str:
@@ -99,7 +102,7 @@ def _show(screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: Sam
     generation = engine.submit(prompt_ids, params)
     screen.stream(generation, tint=True)
     completion = generation.result()
-    screen.note(f"{status(completion.stats)}\n")
+    screen.note(status(completion.stats))
     return completion
 
 
@@ -152,7 +155,8 @@ class _Board:
             yield Text(f"{self._label} · {progress(self.generation.stats)}", "dim")
 
     def _table(self, is_terminal: bool) -> Table:
-        table = Table(box=box.SIMPLE_HEAD if is_terminal else None, header_style="dim", pad_edge=False)
+        lines, gap = (box.SIMPLE_HEAD, 1) if is_terminal else (None, 2)
+        table = Table(box=lines, padding=(0, 0, 0, gap), header_style="dim", pad_edge=False)
         table.add_column("schedule")
         for header in ("tokens/s", "speedup", *(header for header, _ in _COLUMNS)):
             table.add_column(header, justify="right", vertical="bottom")

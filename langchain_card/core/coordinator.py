@@ -226,6 +226,7 @@ class Coordinator:
         rows = len(window.token_ids)
         if stats.rounds:
             self._costs(state).observe_round(tokens, now - state.last_commit)
+            stats.target_busy += elapsed
         else:
             stats.first_token = now
         self._costs(state).observe_target(rows, elapsed)
@@ -234,7 +235,6 @@ class Coordinator:
         stats.verified += rows - 1
         stats.accepted += len(accepted)
         stats.hits += hit
-        stats.target_busy += elapsed
         for name in accepted:
             stats.accepted_by_source[name] = stats.accepted_by_source.get(name, 0) + 1
         state.last_commit = now
@@ -263,7 +263,7 @@ class Coordinator:
             state.stats.dropped += node == DEAD
         source.expanded.update(source.nodes[number] for number in proposal.expanded)
         if proposal.elapsed:
-            state.stats.draft_busy += proposal.elapsed
+            state.stats.draft_busy += proposal.elapsed if state.output_ids else 0.0
             if self.sources[proposal.source].paced:
                 self._costs(state).draft_step.add(proposal.elapsed)
         return []

@@ -47,8 +47,10 @@ class SamplingParams:
         if len(self.stop) > limits.max_stop_strings:
             raise InvalidInputError("stop", len(self.stop), f"at most {limits.max_stop_strings} stop strings")
         for text in self.stop:
-            if not 0 < len(text) <= limits.max_stop_chars:
-                raise InvalidInputError("stop", text, f"each must have 1 to {limits.max_stop_chars} characters")
+            if not isinstance(text, str) or not 0 < len(text) <= limits.max_stop_chars:
+                raise InvalidInputError(
+                    "stop", text, f"each must be a string of 1 to {limits.max_stop_chars} characters"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ class RequestStats:
         accepted_by_source: the same by drafter.
         hits: rounds whose last token was already in the cache.
         dropped: proposed candidates that arrived under a dead branch or an old epoch.
-        target_busy: seconds in target steps, prompt left out.
-        draft_busy: seconds in draft steps.
+        target_busy: seconds in target steps after the first token.
+        draft_busy: seconds in draft steps after the first token.
         submitted, started, first_token, ended: times.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -36,6 +37,8 @@ class Driver:
         self._generations: dict[int, Generation] = {}
         self._wait_until: float | None = None
         self._closed = False
+        self._ended = threading.Lock()
+        self._error: BaseException | None = None
 
     # From any thread.
 
@@ -48,13 +51,17 @@ class Driver:
         self.post(lambda now: m.Proposed(proposal, now))
 
     def submit(self, generation: Generation) -> None:
-        """Takes a request."""
+        """Takes a request; it fails when the loop has ended."""
 
         def submitted(now: float) -> m.Event:
             self._generations[generation.request.request_id] = generation
             return m.Submitted(generation.request, now)
 
-        self.post(submitted)
+        with self._ended:
+            if self._error is None:
+                self.post(submitted)
+                return
+        generation.fail(self._error)
 
     def close(self) -> None:
         """Ends the loop after the current step; requests that still run fail."""
@@ -145,7 +152,8 @@ class Driver:
             transport.send(command)
 
     def _fail_all(self, error: BaseException) -> None:
-        self._closed = True
+        with self._ended:  # from here on nothing is queued
+            self._closed, self._error = True, error
         while True:
             try:
                 event = self._inbox.get_nowait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.target_worker import TargetWorker
-from langchain_card.errors import ContextOverflowError, InvalidInputError
+from langchain_card.errors import ContextOverflowError, EngineClosedError, InvalidInputError
 from langchain_card.ports import Drafter
 from langchain_card.runtime.files import Progress
 from langchain_card.runtime.loader import Pair, acquire_model, release_model, resolve
@@ -50,7 +51,7 @@ class Engine:
         self._pair = pair or resolve(self.config, progress)
         self.tokenizer = self._pair.tokenizer
         self._ids = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = False
         self._specs = [spec for spec in (self._pair.target, self._pair.draft) if spec is not None]
         models = [acquire_model(spec) for spec in self._specs]
@@ -102,7 +103,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that hold KV on the target."""
-        return len(self._driver.coordinator.scheduler.running)
+        return len(self._open_driver().coordinator.scheduler.running)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Generation:
         """Queues a prompt.
@@ -123,8 +124,14 @@ class Engine:
         generation = Generation(
             request, Detokenizer(self.tokenizer, params.stop), lambda: self._abort(request.request_id)
         )
-        self._driver.submit(generation)
+        self._open_driver().submit(generation)
         return generation
+
+    def _open_driver(self) -> Driver:
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("engine", self.config.model, "the engine was closed", "make a new one")
+            return self._driver
 
     def _fit(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         if not prompt_ids:
@@ -145,7 +152,8 @@ class Engine:
         return replace(params, max_tokens=room)
 
     def _abort(self, request_id: int) -> None:
-        self._driver.post(lambda now: Stopped(request_id, FinishReason.ABORT, now))
+        with contextlib.suppress(EngineClosedError):
+            self._open_driver().post(lambda now: Stopped(request_id, FinishReason.ABORT, now))
 
     def close(self) -> None:
         """Ends all requests, stops both workers and gives the weights back. May be called twice."""

@@ -78,7 +78,7 @@ def _pack(weight: Tensor, scale: Tensor) -> Any:
 
 def _kernel(x: Tensor, packed: Any) -> Tensor:
     """[-1, 1] float32 rows -> float32; quantizes to 7 bits, multiplies in integers, scales by the weight's scales."""
-    out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+    out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(
         x, 1 / ACTIVATION_LEVELS, ACTIVATION_ZERO_POINT, packed
     )
     return out

@@ -29,11 +29,12 @@ class Registry(Generic[V]):
             making = self._making.setdefault(key, threading.Lock())
         with making:
             with self._lock:
-                known = key in self._values
-            value = self._values[key] if known else make()
+                if key in self._values:
+                    self._users[key] += 1
+                    return self._values[key]
+            value = make()
             with self._lock:
-                self._values[key] = value
-                self._users[key] = self._users.get(key, 0) + 1
+                self._values[key], self._users[key] = value, 1
             return value
 
     def release(self, key: Hashable) -> None:

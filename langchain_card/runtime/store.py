@@ -74,6 +74,13 @@ class ModelStore:
         found = [_describe(name, self._home(name)) for name in BUILTINS]
         return found + [_describe(name, folder) for folder, name in self._conversions()]
 
+    def check(self, name: str, field: str = "model") -> None:
+        """Raise `UnknownModelError`, naming `field`, unless a model may have this name. Nothing is downloaded."""
+        try:
+            _ = name in BUILTINS or _local(name)
+        except UnknownModelError as error:
+            raise UnknownModelError(field, error.value, error.limit, error.hint) from None
+
     def pull(self, name: str, progress: Progress | None = None) -> Path:
         """Download a model unless it is here.
 

@@ -1,0 +1,158 @@
+"""The real pair on one machine: schedules of this engine and transformers' own loop, alternating in one run.
+
+    python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --max-tokens 128 --methods plain auto hf-generate
+
+Prints tokens per second after the first token (median), the ratio to `plain` with its bootstrap lower bound (95 %),
+and how many answers are identical to plain's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import prompts
+import torch
+
+from langchain_card.config import EngineConfig
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+
+Answer = tuple[list[int], float, dict[str, Any]]  # tokens, seconds per token after the first, notes
+
+
+def main() -> None:
+    args = arguments()
+    texts = prompts.load(args.prompts, args.count)
+    config = EngineConfig(model=args.model, draft_model=args.draft_model)
+    started = time.perf_counter()
+    with Engine(config) as engine:
+        print(f"loaded in {time.perf_counter() - started:.1f} s; threads {torch.get_num_threads()}")
+        methods: dict[str, Callable[[list[int]], Answer]] = {}
+        for name in args.methods:
+            methods[name] = transformers_loop(args) if name == "hf-generate" else schedule(engine, name, args.max_tokens)
+        rows = measure(engine, methods, texts)
+        print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    report(rows, args)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, default=prompts.OWN)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--model", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--methods", nargs="+", default=["plain", "auto"])
+    parser.add_argument("--hf-tokens", type=int, default=32, help="tokens per prompt of transformers' loop")
+    parser.add_argument("--hf-threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def schedule(engine: Engine, name: str, max_tokens: int) -> Callable[[list[int]], Answer]:
+    def run(prompt_ids: list[int]) -> Answer:
+        params = SamplingParams(max_tokens=max_tokens, schedule=name)  # type: ignore[arg-type]
+        done = engine.submit(prompt_ids, params).result()
+        s = done.stats
+        notes = {
+            "accepted_length": round(s.mean_accepted_length, 2),
+            "hit_rate": round(s.hit_rate, 2),
+            "by_source": s.accepted_by_source,
+            "target_busy": round(s.target_busy / s.decode_seconds, 2),
+            "draft_busy": round(s.draft_busy / s.decode_seconds, 2),
+        }
+        return list(done.token_ids), 1 / s.tokens_per_second, notes
+
+    return run
+
+
+def transformers_loop(args: argparse.Namespace) -> Callable[[list[int]], Answer]:
+    """transformers' plain `generate` in float32, prefill left out of the time."""
+    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+    from langchain_card.runtime.store import ModelStore
+
+    folder = ModelStore().prepare(args.model, "float")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    class Clock(StoppingCriteria):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def run(prompt_ids: list[int]) -> Answer:
+        torch.set_num_threads(args.hf_threads)
+        clock = Clock()
+        out = model.generate(
+            torch.tensor([prompt_ids]),
+            attention_mask=torch.ones(1, len(prompt_ids)),
+            do_sample=False,
+            max_new_tokens=args.hf_tokens,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        per_token = (clock.times[-1] - clock.times[0]) / max(1, len(clock.times) - 1)
+        return out[0, len(prompt_ids) :].tolist(), per_token, {}
+
+    return run
+
+
+def measure(
+    engine: Engine, methods: dict[str, Callable[[list[int]], Answer]], texts: list[str]
+) -> list[dict[str, Answer]]:
+    rows: list[dict[str, Answer]] = []
+    for number, text in enumerate(["Say hello.", *texts]):
+        prompt_ids = engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        order = list(methods)
+        random.Random(number).shuffle(order)
+        row = {name: methods[name](prompt_ids) for name in order}
+        if number == 0:
+            continue  # warm-up
+        rows.append(row)
+        shown = "  ".join(f"{name} {1e3 * row[name][1]:.0f}" for name in methods)
+        print(f"{number:3d}/{len(texts)}  ms a token: {shown}", flush=True)
+    return rows
+
+
+def report(rows: list[dict[str, Answer]], args: argparse.Namespace) -> None:
+    print(f"\n{'method':18} {'tok/s':>6} {'ms/tok':>7} {'ratio':>6} {'lower':>6}  identical  accepted  hits  busy t/d")
+    for name in args.methods:
+        ratios = [row["plain"][1] / row[name][1] for row in rows] if "plain" in args.methods else [1.0]
+        times = [row[name][1] for row in rows]
+        same = sum(row[name][0] == row["plain"][0][: len(row[name][0])] for row in rows) if "plain" in rows[0] else 0
+        notes = [row[name][2] for row in rows if row[name][2]]
+        mean = {k: statistics.mean(n[k] for n in notes) for k in notes[0] if k != "by_source"} if notes else {}
+        print(
+            f"{name:18} {1 / statistics.median(times):6.2f} {1e3 * statistics.median(times):7.1f} "
+            f"{statistics.median(ratios):6.2f} {bootstrap(ratios):6.2f}  {same:3d} of {len(rows):3d}  "
+            + (
+                f"{mean['accepted_length']:8.2f} {mean['hit_rate']:5.2f}  {mean['target_busy']:.2f}/{mean['draft_busy']:.2f}"
+                if mean
+                else ""
+            )
+        )
+    if args.json:
+        args.json.write_text(json.dumps([{k: v for k, v in row.items()} for row in rows]))
+
+
+def bootstrap(ratios: list[float], draws: int = 10_000) -> float:
+    """Lower bound (95 %, one-sided) of the mean ratio over prompts."""
+    rng = random.Random(0)
+    means = sorted(statistics.mean(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return means[int(0.05 * draws)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""`CARDChatModel`: a LangChain chat model over a draft and a target that decode together."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from typing_extensions import Self, override
+
+from langchain_card._version import __version__
+from langchain_card.answer import chat_result, chunk_of, consuming, consuming_in_task, last_chunk
+from langchain_card.config import Dtype, EngineConfig, Schedule
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.lease import EngineLease
+from langchain_card.errors import InvalidInputError
+from langchain_card.prompt import encode, to_conversation
+from langchain_card.runtime.store import ModelStore
+
+if TYPE_CHECKING:
+    from langchain_card.engine.engine import Engine
+    from langchain_card.engine.generation import Generation
+
+_CALL_OPTIONS = ("max_tokens", "max_completion_tokens", "temperature", "seed", "schedule")
+_CORE_OPTIONS = ("stream", "ls_structured_output_format", "structured_output_format")
+"""LangChain's own switches; some of its paths hand them on."""
+
+
+class CARDChatModel(BaseChatModel):
+    r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
+
+    ```python
+    from langchain_card import CARDChatModel
+
+    model = CARDChatModel()  # the built-in pair
+    print(model.invoke("Write a haiku about caches.").content)
+    ```
+
+    Weights are loaded at first use, or by `load()`. Instances with equal models, devices and number formats share one
+    engine in a process, whatever their schedule and sampling. An instance gives the engine back on `close()`, at the
+    end of a `with` block, or when it is garbage; the last one frees the memory. Safe to use from many threads and
+    event loops.
+
+    A call may override `stop`, `max_tokens` (or `max_completion_tokens`), `temperature`, `seed` and `schedule`:
+    `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`.
+
+    Raises:
+        pydantic.ValidationError: a field is misspelt or breaks a limit; no weights were touched.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(default=EngineConfig().model, validation_alias=AliasChoices("model", "model_name"))
+    """The target: a built-in name, a folder with safetensors, a GGUF file or a hub id. Also `model_name`."""
+    draft_model: str | None = EngineConfig().draft_model
+    """The draft, named likewise; `"ngram"` for prompt lookup without a draft, None for plain decoding."""
+    device: str = "auto"
+    """Of the target: `"auto"` (CUDA when there is one, else the CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ..."""
+    draft_device: str = "auto"
+    """Of the draft; `"auto"` is a second CUDA device when there is one, else the target's device."""
+    dtype: Dtype = "auto"
+    """Of weights and KV; `"auto"` is float32 on a CPU and bfloat16 on CUDA."""
+    quantization: Literal["auto", "int8"] | None = "auto"
+    """`"int8"` for row-exact int8 layers on a CPU, `"auto"` for int8 with built-in models on a CPU, None for none."""
+    ngram: bool = True
+    """Whether candidates are also looked up in prompt and answer, beside the draft."""
+    max_model_len: int | None = None
+    """Tokens of prompt and answer together; None for the model's own limit, at most 8,192."""
+    schedule: Schedule = "auto"
+    """`"plain"` (target alone), `"sequential"` (draft, then verify), `"parallel"` (both at once) or `"auto"`."""
+    max_tokens: int = 512
+    """Tokens of the answer at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token; above, up to 10, tokens are drawn."""
+    seed: int | None = None
+    """Of the draw; None draws a seed per call. `response_metadata["card"]["seed"]` tells which one was used."""
+    stop: str | list[str] | None = None
+    """Strings that end the answer; they are not part of it. A call's `stop` takes their place."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds, queueing included and loading not, after which an answer is aborted with `GenerationTimeoutError`."""
+    streaming: bool = False
+    """True makes `invoke` report each token to the callbacks, too."""
+    max_retries: int | None = None
+    """Accepted so that models can be interchanged; without effect."""
+    api_key: SecretStr | None = None
+    """Accepted so that models can be interchanged; without effect."""
+
+    _lease: EngineLease = PrivateAttr()
+
+    # Construction: everything that can be wrong without weights is found here.
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        known = [*cls.model_fields, "model_name"]
+        for name in values:
+            if name not in known:
+                raise _unknown(name, values[name], f"is not a field of {cls.__name__}", known)
+        return values
+
+    @model_validator(mode="after")
+    def _check_values(self) -> Self:
+        self._add_version("langchain-card", __version__)
+        config = self._engine_config()
+        self._sampling(None, {})
+        ModelStore().check(self.model)
+        if self.draft_model is not None and config.has_draft:
+            ModelStore().check(self.draft_model, field="draft_model")
+        self._lease = EngineLease(config)
+        return self
+
+    def _engine_config(self) -> EngineConfig:
+        names = (field.name for field in fields(EngineConfig) if field.name != "limits")
+        return EngineConfig(**{name: getattr(self, name) for name in names})
+
+    def _sampling(self, stop: str | Sequence[str] | None, options: Mapping[str, Any]) -> SamplingParams:
+        """How one call decodes: its own options before the fields."""
+        given = {name: value for name, value in options.items() if name not in _CORE_OPTIONS and value is not None}
+        for name in given:
+            if name not in _CALL_OPTIONS:
+                limit = f"is not an option of a call; there are stop, {', '.join(_CALL_OPTIONS)}"
+                raise _unknown(name, given[name], limit, ("stop", *_CALL_OPTIONS))
+        seed = given.get("seed", self.seed)
+        stop = self.stop if stop is None else stop
+        params = SamplingParams(
+            max_tokens=given.get("max_completion_tokens", given.get("max_tokens", self.max_tokens)),
+            temperature=given.get("temperature", self.temperature),
+            seed=0 if seed is None else seed,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            schedule=given.get("schedule", self.schedule),
+        )
+        params.check(self._engine_config().limits)
+        return replace(params, seed=secrets.randbits(32)) if seed is None and params.temperature > 0 else params
+
+    # The engine's life.
+
+    def load(self) -> Self:
+        """Downloads, converts and loads what is not there yet, and holds it until `close()`; returns the model itself.
+
+        With `configurable_fields` LangChain makes a new instance per call: a loaded first one keeps the weights alive.
+        """
+        self._engine()
+        return self
+
+    def close(self) -> None:
+        """Gives the engine back; the last user's answers end and the memory is freed. May be called twice."""
+        self._lease.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied._lease = EngineLease(self._lease.config)
+        return copied
+
+    def _engine(self) -> Engine:
+        config = self._engine_config()
+        if self._lease.config != config:  # fields were assigned, or changed in a copy
+            self._lease = EngineLease(config)
+        return self._lease.engine()
+
+    # Answers.
+
+    def _prepare(
+        self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
+    ) -> tuple[Engine, list[int], SamplingParams]:
+        params = self._sampling(stop, options)
+        conversation = to_conversation(messages, self.model)
+        engine = self._engine()
+        return engine, encode(conversation, engine.tokenizer, self.model), params
+
+    def _start(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Generation:
+        engine, prompt_ids, params = self._prepare(messages, stop, options)
+        return engine.submit(prompt_ids, params)
+
+    async def _astart(
+        self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
+    ) -> Generation:
+        engine, prompt_ids, params = await asyncio.to_thread(self._prepare, messages, stop, options)
+        return engine.submit(prompt_ids, params)  # not in the thread, which a cancelled task would leave running
+
+    @override
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        generation = self._start(messages, stop, kwargs)
+        with consuming(generation, self.timeout):
+            for _ in generation:
+                pass
+            return chat_result(generation, self.model, self.timeout)
+
+    @override
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        generation = await self._astart(messages, stop, kwargs)
+        with consuming_in_task(generation, self.timeout):
+            async for _ in generation:
+                pass
+            return chat_result(generation, self.model, self.timeout)
+
+    @override
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        generation = self._start(messages, stop, kwargs)
+        with consuming(generation, self.timeout):
+            for piece in generation:
+                chunk = chunk_of(piece)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+            chunk = last_chunk(generation, self.model, self.timeout)
+            if run_manager is not None:
+                run_manager.on_llm_new_token("", chunk=chunk)
+            yield chunk
+
+    @override
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        generation = await self._astart(messages, stop, kwargs)
+        with consuming_in_task(generation, self.timeout):
+            async for piece in generation:
+                chunk = chunk_of(piece)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+            chunk = last_chunk(generation, self.model, self.timeout)
+            if run_manager is not None:
+                await run_manager.on_llm_new_token("", chunk=chunk)
+            yield chunk
+
+    # What LangChain asks besides.
+
+    @override
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text, by the target's tokenizer; loads the model."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return list(self._engine().tokenizer.encode(text, add_special_tokens=False))
+
+    @override
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Tokens of the prompt that these messages become, chat template included; loads the model."""
+        if tools:
+            raise InvalidInputError("tools", tools, "tool schemas cannot be counted yet")
+        return len(self._prepare(messages, None, {})[1])
+
+    @property
+    def _llm_type(self) -> str:
+        return "card-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What the answer depends on; the draft and the schedule change its speed only."""
+        names = ("model", "draft_model", "dtype", "quantization", "max_tokens", "temperature", "seed", "stop")
+        return {name: getattr(self, name) for name in names}
+
+    @override
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "card"
+        return params
+
+
+def _unknown(name: str, value: Any, limit: str, known: Sequence[str]) -> InvalidInputError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return InvalidInputError(name, value, limit, f"did you mean {near[0]}" if near else "")
