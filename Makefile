@@ -43,7 +43,7 @@ bench: setup ## the real pair: plain, auto and transformers side by side (about 
 	@$(BIN)/python benchmarks/real_pair.py
 
 notebooks: setup ## execute the cookbook and store its outputs
-	@$(BIN)/jupytext --to ipynb --execute cookbook/*.py
+	@$(BIN)/python .ci/notebooks.py
 
 clean: ## remove .venv and caches of tools; downloaded models stay (`langchain-card models rm NAME`)
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -64,12 +64,12 @@ class Detokenizer:
         return pieces
 
     def finish(self) -> str:
-        """What was still kept back; with a stop string, nothing."""
+        """What was still kept back; nothing after a stop string, and not half a character that the end cut off."""
         if self.stopped:
             return ""
         whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if whole.startswith(self._decoded):
-            self._decoded = whole  # half a character at the very end becomes a replacement character
+            self._decoded += whole[len(self._decoded) :].rstrip("\ufffd")
         rest, self._emitted = self._decoded[self._emitted :], len(self._decoded)
         return rest
 

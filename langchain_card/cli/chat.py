@@ -103,22 +103,6 @@ def load(screen: Screen, config: EngineConfig) -> Engine:
         return Engine(config, pair=pair)
 
 
-def encode(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
-    """The prompt of a conversation.
-
-    Raises:
-        InvalidInputError: the model has no chat template, or it refuses the messages.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        ids: list[int] = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except (TemplateError, ValueError) as error:
-        model = engine.config.model
-        raise InvalidInputError("model", model, f"cannot format a chat: {error}", "use an instruct model") from error
-    return ids
-
-
 @contextlib.contextmanager
 def stopping_on_interrupt(generation: Generation) -> Iterator[None]:
     """Makes ctrl-c abort the answer; a second one is raised as usual."""
@@ -149,7 +133,7 @@ class Chat:
         self._messages = list(opening)
         self._answers: list[RequestStats] = []
         self._context = 0
-        self._interactive = screen.is_terminal and sys.stdin.isatty()
+        self._interactive = screen.console.is_terminal and sys.stdin.isatty()
 
     def talk(self) -> None:
         """Reads questions and commands until the user leaves."""
@@ -182,9 +166,11 @@ class Chat:
             return None
 
     def _answer(self, text: str) -> None:
-        question = {"role": "user", "content": text}
+        from langchain_card.prompt import encode
+
+        question, model = {"role": "user", "content": text}, self._engine.config.model
         try:
-            prompt_ids = encode(self._engine, [*self._messages, question])
+            prompt_ids = encode([*self._messages, question], self._engine.tokenizer, model)
             generation = self._engine.submit(prompt_ids, self._params)
         except InvalidInputError as error:
             self._screen.fail(error)
@@ -204,7 +190,7 @@ class Chat:
         reasons = {FinishReason.ABORT: "stopped", FinishReason.LENGTH: f"cut at {max_tokens} tokens"}
         reason = reasons.get(completion.finish_reason, "")
         if self._interactive:
-            self._screen.note(f"{reason} · {status(completion.stats)}\n" if reason else f"{status(completion.stats)}\n")
+            self._screen.note(status(completion.stats) + (f"\n{reason}\n" if reason else "\n"))
         elif reason:
             self._screen.note(f"langchain-card: {reason}")
 
@@ -221,7 +207,7 @@ class Chat:
         schedule = last.schedule + (f", seed {self._params.seed}" if self._params.temperature > 0 else "")
         return (
             f"last answer  {status(last)}\n"
-            f"             {last.output_tokens} tokens: {origins}\n"
+            f"             {origins}\n"
             f"             first token after {last.first_token - last.submitted:.1f} s, schedule {schedule}\n"
             f"context      {self._context:,} of {self._engine.max_model_len:,} tokens\n"
             f"all answers  {len(self._answers)}, {tokens:,} tokens in {seconds:.1f} s"

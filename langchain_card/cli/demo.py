@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from langchain_card.cli.chat import describe, encode, load
+from langchain_card.cli.chat import describe, load
 from langchain_card.cli.render import REFRESH, Screen, progress, share, status
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.request import RequestStats, SamplingParams
@@ -41,6 +41,7 @@ def read_scores(path):
 """
 ORDER: tuple[Schedule, ...] = ("plain", "sequential", "parallel", "auto")
 WARM_UP = 16  # tokens with each schedule before anything is timed: the costs are learnt, the pages are touched
+IDENTICAL = "identical: yes"
 SHARED = "Both are slower at once than alone, so that parallel pays less than on two devices."
 _COLUMNS: tuple[tuple[str, Callable[[Sequence[RequestStats]], str]], ...] = (
     ("accepted\nlength", lambda runs: f"{_median(runs, lambda s: s.mean_accepted_length):.2f}"),
@@ -66,22 +67,21 @@ def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: l
     if config.draft_model is None:
         raise InvalidInputError("draft_model", "none", "the demo compares ways to draft", 'use a model, or "ngram"')
     screen.say(_plan(config) + "\n")
+    from langchain_card.prompt import encode
+
     with load(screen, config) as engine:
-        prompt_ids = encode(engine, [*opening, {"role": "user", "content": PROMPT}])
+        question = {"role": "user", "content": PROMPT}
+        prompt_ids = encode([*opening, question], engine.tokenizer, config.model)
         screen.say(f"{describe(engine)}. The question:\n")
         screen.say(PROMPT, "dim")
         streamed = _show(screen, engine, prompt_ids, params)
         runs = _compare(screen, engine, prompt_ids, params)
-        reference = runs["plain"][0]
-        answers = [("streamed", streamed), *((name, run) for name, made in runs.items() for run in made)]
-        differing = next(((name, run) for name, run in answers if run.token_ids != reference.token_ids), None)
-        if differing is None:
-            screen.say("identical: yes")
-        else:
-            screen.say(f"identical: no\n{_difference(engine, reference, *differing)}")
+        answers = [(name, made.token_ids) for name, each in runs.items() for made in each]
+        found = verdict(engine.tokenizer, [*answers, ("streamed", streamed.token_ids)])
+        screen.say(found)
         if len(set(engine.devices.values())) < len(engine.devices):
             screen.note(f"\nDraft and target share one device here ({engine.devices['target']}). {SHARED}")
-    return 0 if differing is None else 1
+    return 0 if found == IDENTICAL else 1
 
 
 def _plan(config: EngineConfig) -> str:
@@ -92,7 +92,7 @@ def _plan(config: EngineConfig) -> str:
     return (
         "The draft guesses ahead, the target checks its guesses, and every word is the target's own. "
         f"{first}You will see one answer being written; then the same question is answered with every schedule, "
-        "twice each, and compared: three to five minutes on two CPU cores."
+        "twice each, and compared: about five minutes on two CPU cores."
     )
 
 
@@ -110,10 +110,10 @@ def _compare(
     screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: SamplingParams
 ) -> dict[Schedule, list[Completion]]:
     """Answers with every schedule in turn, forth and back, and draws the table."""
-    board = _Board()
+    board = Board()
     live = Live(board, console=screen.console, refresh_per_second=REFRESH) if screen.is_terminal else None
     with live or contextlib.nullcontext():
-        for schedule in ORDER:
+        for schedule in ORDER[:-1]:  # auto runs as one of the others
             warm = replace(params, schedule=schedule, max_tokens=min(WARM_UP, params.max_tokens))
             board.follow("warming up", engine.submit(prompt_ids, warm)).result()
         turns = [*ORDER, *reversed(ORDER)]
@@ -131,7 +131,7 @@ def _compare(
     return board.runs
 
 
-class _Board:
+class Board:
     """The table as far as it is known, and the run in progress.
 
     Attributes:
@@ -182,12 +182,20 @@ def _median(stats: Sequence[RequestStats], figure: Callable[[RequestStats], floa
     return median(figure(one) for one in stats)
 
 
-def _difference(engine: Engine, reference: Completion, name: str, other: Completion) -> str:
-    """Where two answers part, and both texts around that place."""
-    ours, theirs = reference.token_ids, other.token_ids
-    shared = zip(ours, theirs)  # noqa: B905  one may be a beginning of the other
+def verdict(tokenizer: Any, answers: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Whether all answers are the same; else where the first other one parts from the first, and both texts there.
+
+    Args:
+        tokenizer: has `decode(ids)`.
+        answers: names and token ids.
+    """
+    (reference, ours), *others = answers
+    differing = next((answer for answer in others if answer[1] != ours), None)
+    if differing is None:
+        return IDENTICAL
+    name, theirs = differing
+    shared = zip(ours, theirs)  # noqa: B905  one may be the beginning of the other
     place = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(ours), len(theirs)))
     around = slice(max(0, place - 12), place + 8)
-    texts = {"plain": ours[around], name: theirs[around]}
-    lines = [f"  {who:10}  {engine.tokenizer.decode(ids)!r}" for who, ids in texts.items()]
-    return "\n".join([f"{name} differs from plain at token {place}:", *lines])
+    texts = [f"  {who:10}  {tokenizer.decode(ids[around])!r}" for who, ids in ((reference, ours), (name, theirs))]
+    return "\n".join(["identical: no", f"{name} differs from {reference} at token {place}:", *texts])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import termios
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -57,7 +60,7 @@ def progress(stats: RequestStats | None) -> str:
         return "reading the prompt"
     seconds = seconds_of(stats)
     rate = (stats.output_tokens - 1) / seconds if seconds > 0 else 0.0
-    return f"{stats.output_tokens} tokens · {max(0.0, rate):.1f} tokens/s"
+    return f"{stats.output_tokens} tokens at {max(0.0, rate):.1f}/s"
 
 
 def status(stats: RequestStats | None) -> str:
@@ -124,7 +127,7 @@ class Screen:
             tint: show which drafter proposed a token, where there are colours.
         """
         if self.is_terminal:
-            with _Drawing(self.console, generation, tint) as drawing:
+            with _unechoed(), _Drawing(self.console, generation, tint) as drawing:
                 for piece in generation:
                     drawing.push(piece)
             return
@@ -134,6 +137,30 @@ class Screen:
 
     def _print(self, console: Console, text: str, style: str) -> None:
         console.print(Text(clean(text), style), soft_wrap=not console.is_terminal)
+
+
+def _is_foreground() -> bool:
+    """Whether standard input is a terminal, and this process the one that is typed at."""
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _unechoed() -> Iterator[None]:
+    """Keeps keys that are typed meanwhile off the drawing; they reach the next prompt."""
+    if not _is_foreground():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 class _Drawing:

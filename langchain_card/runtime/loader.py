@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from langchain_card.runtime.files import Progress
 from langchain_card.runtime.int8 import Int8Linear, kernel_name
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.store import ModelStore
+from langchain_card.runtime.threads import num_cores
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_MAX_LEN = 8192
@@ -85,7 +87,7 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
     vocab_size, max_len = model_config.vocab_size, model_config.max_position_embeddings
     if config.has_draft and config.draft_model is not None:
         draft = _spec(config, config.draft_model, draft_device, progress)
-        _check_vocabulary(config, tokenizer, draft)
+        _check_vocabulary(config, tokenizer, target, draft)
         vocab_size = min(vocab_size, _model_config(draft).vocab_size)
     wanted = config.max_model_len or min(max_len, DEFAULT_MAX_LEN)
     if wanted > max_len:
@@ -140,7 +142,10 @@ def _model_config(spec: ModelSpec) -> Any:
     return AutoConfig.from_pretrained(spec.folder, local_files_only=True).get_text_config()
 
 
-def _check_vocabulary(config: EngineConfig, tokenizer: Any, draft: ModelSpec) -> None:
+def _check_vocabulary(config: EngineConfig, tokenizer: Any, target: ModelSpec, draft: ModelSpec) -> None:
+    files = [spec.folder / "tokenizer.json" for spec in (target, draft)]
+    if all(file.exists() for file in files) and files[0].read_bytes() == files[1].read_bytes():
+        return
     ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(draft.folder, local_files_only=True).get_vocab()
     if ours != theirs:
         differing = len(set(ours.items()) ^ set(theirs.items()))
@@ -211,16 +216,18 @@ def _load_int8(spec: ModelSpec) -> Any:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
     with safe_open(spec.folder / "model.safetensors", framework="pt") as weights:
         names = set(weights.keys())
-        for name, module in list(model.named_modules()):
-            if f"{name}.weight_int8" in names:
-                model.set_submodule(name, _int8_linear(weights, name, names))
-            else:
-                _fill(module, name, weights, names, spec.dtype)
+        quantized = [name for name, _ in model.named_modules() if f"{name}.weight_int8" in names]
+        with ThreadPoolExecutor(num_cores()) as pool:  # packing for the kernel is most of the time, on one core each
+            layers = pool.map(lambda name: _int8_linear(weights, name, names), quantized)
+            for name, layer in zip(quantized, layers, strict=True):
+                model.set_submodule(name, layer)
+        for name, module in model.named_modules():
+            _fill(module, name, weights, names, spec.dtype)
     return model
 
 
 def _int8_linear(weights: Any, name: str, names: set[str]) -> Int8Linear:
-    bias = weights.get_tensor(f"{name}.bias").float() if f"{name}.bias" in names else None
+    bias = weights.get_tensor(f"{name}.bias").to(torch.float32, copy=True) if f"{name}.bias" in names else None
     return Int8Linear(weights.get_tensor(f"{name}.weight_int8"), weights.get_tensor(f"{name}.weight_scale"), bias)
 
 
@@ -231,7 +238,8 @@ def _fill(module: nn.Module, name: str, weights: Any, names: set[str], dtype: to
             raise CorruptModelError(
                 "weights", full, "is missing from the int8 file", "remove the model and pull it again"
             )
-        tensor: Tensor = weights.get_tensor(full).to(dtype)
+        # A copy: a view would keep the whole file mapped, and counted as memory.
+        tensor: Tensor = weights.get_tensor(full).to(dtype, copy=True)
         if tensor.shape != parameter.shape:
             raise CorruptModelError("weights", full, f"has shape {list(tensor.shape)}, not {list(parameter.shape)}")
         setattr(module, key, nn.Parameter(tensor, requires_grad=False))

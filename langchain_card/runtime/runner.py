@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from langchain_card.runtime.attention import StepPlan, plan_rows
+from langchain_card.runtime.attention import StepPlan, padded_keys, plan_rows
 from langchain_card.runtime.kv_cache import KVCache
 
 PREFILL_CHUNK = 512
@@ -42,7 +42,11 @@ class ModelRunner:
     def open(self) -> KVCache:
         """KV for a new sequence, empty."""
         return KVCache(
-            **self._kv_shape, max_len=self.max_len, num_scratch=self.num_scratch, dtype=self.dtype, device=self.device
+            **self._kv_shape,
+            max_len=padded_keys(self.max_len - 1),
+            num_scratch=self.num_scratch,
+            dtype=self.dtype,
+            device=self.device,
         )
 
     @torch.inference_mode()
