@@ -25,6 +25,8 @@ from langchain_card.core.request import FinishReason, Request, RequestState, Req
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.walk import walk
 
+PROBE_ROUNDS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -128,10 +130,15 @@ class Coordinator:
         state.wait_until = None
         grants: list[m.Effect] = []
         for name in paced:
-            if self._costs(state).draft_pays(self._expected_gain(state, name)):
+            gain = self._expected_gain(state, name)
+            if self._costs(state).draft_pays(gain) or (gain and self._probe_due(state, name)):
                 state.wait_until = now + self._costs(state).patience_sequential()
                 grants.append(self._grant(state, name, 1))
         return grants
+
+    def _probe_due(self, state: RequestState, name: str) -> bool:
+        """Now and then a step is taken that does not seem to pay, or costs measured in a bad moment would stand."""
+        return state.stats.rounds % PROBE_ROUNDS == 0 and state.tree.root not in state.sources[name].expanded
 
     def _expected_gain(self, state: RequestState, name: str) -> float:
         """Tokens that one more step of this drafter adds to the round.
