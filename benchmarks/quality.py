@@ -1,6 +1,6 @@
 """What int8 costs in quality, teacher-forced: top-1 agreement with float32, and perplexity of both.
 
-    python benchmarks/quality.py --model qwen2.5-coder-1.5b --prompts humaneval.jsonl gsm8k.jsonl --count 40
+python benchmarks/quality.py --model qwen2.5-coder-1.5b --prompts humaneval.jsonl gsm8k.jsonl --count 40
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The real pair on one machine: schedules of this engine and transformers' own loop, alternating in one run.
 
-    python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --max-tokens 128 --methods plain auto hf-generate
+    python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --methods plain auto hf-generate
 
 Prints tokens per second after the first token (median), the ratio to `plain` with its bootstrap lower bound (95 %),
 and how many answers are identical to plain's.
@@ -37,7 +37,8 @@ def main() -> None:
         print(f"loaded in {time.perf_counter() - started:.1f} s; threads {torch.get_num_threads()}")
         methods: dict[str, Callable[[list[int]], Answer]] = {}
         for name in args.methods:
-            methods[name] = transformers_loop(args) if name == "hf-generate" else schedule(engine, name, args.max_tokens)
+            hf = name == "hf-generate"
+            methods[name] = transformers_loop(args) if hf else schedule(engine, name, args.max_tokens)
         rows = measure(engine, methods, texts)
         print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
     report(rows, args)
@@ -75,7 +76,7 @@ def schedule(engine: Engine, name: str, max_tokens: int) -> Callable[[list[int]]
 
 
 def transformers_loop(args: argparse.Namespace) -> Callable[[list[int]], Answer]:
-    """transformers' plain `generate` in float32, prefill left out of the time."""
+    """Transformers' plain `generate` in float32, prefill left out of the time."""
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
     from langchain_card.runtime.store import ModelStore
@@ -133,18 +134,17 @@ def report(rows: list[dict[str, Answer]], args: argparse.Namespace) -> None:
         times = [row[name][1] for row in rows]
         same = sum(row[name][0] == row["plain"][0][: len(row[name][0])] for row in rows) if "plain" in rows[0] else 0
         notes = [row[name][2] for row in rows if row[name][2]]
-        mean = {k: statistics.mean(n[k] for n in notes) for k in notes[0] if k != "by_source"} if notes else {}
-        print(
+        line = (
             f"{name:18} {1 / statistics.median(times):6.2f} {1e3 * statistics.median(times):7.1f} "
-            f"{statistics.median(ratios):6.2f} {bootstrap(ratios):6.2f}  {same:3d} of {len(rows):3d}  "
-            + (
-                f"{mean['accepted_length']:8.2f} {mean['hit_rate']:5.2f}  {mean['target_busy']:.2f}/{mean['draft_busy']:.2f}"
-                if mean
-                else ""
-            )
+            f"{statistics.median(ratios):6.2f} {bootstrap(ratios):6.2f}  {same:3d} of {len(rows):3d}"
         )
+        if notes:
+            mean = {key: statistics.mean(note[key] for note in notes) for key in notes[0] if key != "by_source"}
+            line += f"  {mean['accepted_length']:8.2f} {mean['hit_rate']:5.2f}"
+            line += f"  {mean['target_busy']:.2f}/{mean['draft_busy']:.2f}"
+        print(line)
     if args.json:
-        args.json.write_text(json.dumps([{k: v for k, v in row.items()} for row in rows]))
+        args.json.write_text(json.dumps(rows))
 
 
 def bootstrap(ratios: list[float], draws: int = 10_000) -> float:

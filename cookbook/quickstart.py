@@ -105,7 +105,7 @@ prompt = ChatPromptTemplate.from_messages(
 )
 chain = prompt | model | StrOutputParser()
 code = "def area(w, h):\n    return w * h\n\ndef volume(w, h, d):\n    return area(w, h) * d"
-print(chain.invoke({"task": "Rename w to width.", "code": code}))
+print(chain.invoke({"task": "Add type hints; all numbers are floats.", "code": code}))
 
 # %% [markdown]
 # ## Batch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Set as AbstractSet
 
 DEAD = -1
 """Node number for what hangs under a branch that is no longer possible."""
@@ -116,6 +117,19 @@ class CandidateTree:
             reached = -negated
             chosen.append(node)
         return chosen
+
+    def uncovered_chance(self, expanded: AbstractSet[int]) -> float:
+        """Chance that the target's tokens lead to the likeliest node outside `expanded`, and on to no known child."""
+        heap = [(0.0, self.root)]
+        while heap:
+            negated, node = heapq.heappop(heap)
+            children = self._children[node].values()
+            if node not in expanded:
+                covered = sum(math.exp(self.scores[child]) for child in children)
+                return math.exp(-negated) * max(0.0, 1.0 - covered)
+            for child in children:
+                heapq.heappush(heap, (negated - self.scores[child], child))
+        return 0.0
 
     def lead(self) -> int:
         """Depth of the deepest candidate below the root."""

@@ -12,8 +12,6 @@ runs in production and under a virtual clock. (CARD, arXiv 2508.04462.)
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.controller import Controller, CostModel
 from langchain_card.core.request import FinishReason, Request, RequestState, RequestStats, SourceState
 from langchain_card.core.scheduler import Scheduler
-from langchain_card.core.walk import walk
+from langchain_card.core.walk import cut, walk
 
 PROBE_ROUNDS = 16
 
@@ -141,24 +139,11 @@ class Coordinator:
         return state.stats.rounds % PROBE_ROUNDS == 0 and state.tree.root not in state.sources[name].expanded
 
     def _expected_gain(self, state: RequestState, name: str) -> float:
-        """Tokens that one more step of this drafter adds to the round.
-
-        It expands its likeliest open node: the chance that the target gets there, less what other drafters already
-        hold under it.
-        """
-        tree, source = state.tree, state.sources[name]
-        if source.exhausted or tree.lead() >= self.limits.max_lead:
+        """Tokens that one more step of this drafter adds to the round."""
+        source = state.sources[name]
+        if source.exhausted or state.tree.lead() >= self.limits.max_lead:
             return 0.0
-        expanded = source.expanded
-        heap = [(0.0, tree.root)]
-        while heap:
-            negated, node = heapq.heappop(heap)
-            covered = sum(math.exp(tree.scores[child]) for child in tree.children(node))
-            if node not in expanded:
-                return math.exp(-negated) * max(0.0, 1.0 - covered) * self._costs(state).draft_hits.value
-            for child in tree.children(node):
-                heapq.heappush(heap, (negated - tree.scores[child], child))
-        return 0.0
+        return state.tree.uncovered_chance(source.expanded) * self._costs(state).draft_hits.value
 
     def _costs(self, state: RequestState) -> CostModel:
         return self.controller.costs[state.schedule]
@@ -193,7 +178,7 @@ class Coordinator:
             return []
         window, state.window, state.wait_until = state.window, None, None
         rows, tokens = walk(window, verdict.target_ids)
-        tokens, reason = _cut(tokens, state.request, len(state.output_ids))
+        tokens, reason = cut(tokens, state.request, len(state.output_ids))
         sources, hit = [], False
         for token in tokens:
             drafted = any(state.tree.root in source.expanded for source in state.sources.values())
@@ -307,12 +292,3 @@ class Coordinator:
         for source in state.sources.values():
             source.nodes = [new.get(node, DEAD) for node in source.nodes]
             source.expanded = {new[node] for node in source.expanded if node in new}
-
-
-def _cut(tokens: list[int], request: Request, num_output: int) -> tuple[list[int], FinishReason | None]:
-    """Cuts a round's tokens at end of text and at `max_tokens`; nothing behind the cut counts."""
-    left = request.params.max_tokens - num_output
-    for i, token in enumerate(tokens[:left]):
-        if token in request.eos_ids:
-            return tokens[: i + 1], FinishReason.STOP
-    return (tokens[:left], FinishReason.LENGTH) if len(tokens) >= left else (tokens, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from langchain_card.core.messages import Window
+from langchain_card.core.request import FinishReason, Request
 
 
 def walk(window: Window, target_ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -31,3 +32,21 @@ def walk(window: Window, target_ids: Sequence[int]) -> tuple[list[int], list[int
         tokens.append(target_ids[row])
         row = child.get((row, target_ids[row]))
     return rows, tokens
+
+
+def cut(tokens: list[int], request: Request, num_output: int) -> tuple[list[int], FinishReason | None]:
+    """Cuts a round's tokens at end of text and at `max_tokens`; nothing behind the cut counts.
+
+    Args:
+        tokens: committed in this round.
+        request: its bounds.
+        num_output: tokens of the answer before this round.
+
+    Returns:
+        The tokens that count, and why the request ends with them, or None when it goes on.
+    """
+    left = request.params.max_tokens - num_output
+    for i, token in enumerate(tokens[:left]):
+        if token in request.eos_ids:
+            return tokens[: i + 1], FinishReason.STOP
+    return (tokens[:left], FinishReason.LENGTH) if len(tokens) >= left else (tokens, None)

@@ -45,7 +45,7 @@ class DraftWorker:
 
     def step(self) -> bool:
         """One step for every request that has leave; False when none has."""
-        budgets = [Budget(request_id) for request_id, credits in self._credits.items() if credits > 0]
+        budgets = [Budget(request_id) for request_id, steps in self._credits.items() if steps > 0]
         if not budgets:
             return False
         self._set_threads(self._schedules[budgets[0].request_id])

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import Self
+
 from langchain_card.config import EngineConfig
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator, Source
@@ -144,7 +146,7 @@ class Engine:
             raise ContextOverflowError(
                 "prompt",
                 f"{len(prompt_ids)} tokens",
-                f"the context holds {self._pair.max_len:,} tokens, {self.config.limits.max_window} of them for candidates",
+                f"the context holds {self._pair.max_len:,} tokens, {self.config.limits.max_window} for candidates",
                 "shorten the prompt or raise max_model_len",
             )
         if params.max_tokens <= room:
@@ -169,7 +171,7 @@ class Engine:
         for spec in self._specs:
             release_model(spec)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -55,7 +55,8 @@ def plan_rows(
         dtype: of the masks.
     """
     device = cache.data.device
-    groups, laid_out = [], ()
+    groups: list[RowGroup] = []
+    laid_out: tuple[int, ...] = ()
     for path, rows in _rows_by_path(paths):
         shared = _common_prefix(path, laid_out)
         laid_out = path
@@ -96,8 +97,14 @@ def card_attention(
     """Writes the rows' keys and values to the cache and attends.
 
     Args:
+        module: the model's attention layer; its `layer_idx` is used.
         query: [1, heads, rows, head_dim].
-        key, value: [1, kv_heads, rows, head_dim].
+        key: [1, kv_heads, rows, head_dim].
+        value: likewise.
+        attention_mask: not used; the plan has its own.
+        step: where the rows go and what they see.
+        scaling: of the scores.
+        sliding_window: keys that this layer sees, or None for all.
 
     Returns:
         [1, rows, heads, head_dim] and no weights.
@@ -109,20 +116,19 @@ def card_attention(
     if not step.groups:
         return _prefill_attention(query, kv, step, scaling, sliding_window), None
     kv_heads, scratch = kv.shape[1], step.cache.num_scratch
-    q = query[0].transpose(0, 1).unflatten(1, (kv_heads, -1))  # [rows, kv_heads, heads per kv head, head_dim]
+    heads, rows, head_dim = query.shape[1:]
+    q = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, head_dim)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in step.groups:
         if group.tail_start is not None:
             end = group.tail_start + len(group.tail_slots)
             kv[:, :, group.tail_start : end] = kv.index_select(2, group.tail_slots)
-        n = len(group.rows)
+        n, whole = len(group.rows), len(step.groups) == 1
         k, v = kv[:, :, scratch : scratch + group.keys].unsqueeze(1).expand(-1, n, -1, -1, -1)
         mask = group.mask if sliding_window is None else group.sliding_mask
         assert mask is not None
-        whole = len(step.groups) == 1
-        rows = q if whole else q[group.rows]
         attended = F.scaled_dot_product_attention(
-            rows, k, v, attn_mask=mask.expand(n, 1, q.shape[2], -1), scale=scaling
+            q if whole else q[group.rows], k, v, attn_mask=mask.expand(n, 1, q.shape[2], -1), scale=scaling
         )
         out = attended if whole else out.index_copy_(0, group.rows, attended)
     return out.flatten(1, 2)[None], None

@@ -170,7 +170,13 @@ def _eos_ids(target: ModelSpec, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-_models: Registry[Any] = Registry(close=lambda model: gc.collect())
+def _collect(model: Any) -> None:
+    """Modules refer to themselves in cycles; without this the memory would be freed much later."""
+    del model
+    gc.collect()
+
+
+_models: Registry[Any] = Registry(close=_collect)
 
 
 def acquire_model(spec: ModelSpec) -> Any:

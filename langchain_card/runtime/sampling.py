@@ -28,10 +28,10 @@ def select_tokens(logits: Tensor, positions: Sequence[int], params: SamplingPara
         params: temperature and seed.
     """
     if params.temperature == 0.0:
-        return logits.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
+        return logits.argmax(dim=-1).tolist()
     noise = {p: gumbel_noise(params.seed, p, logits.shape[-1], logits.device) for p in set(positions)}
     scaled = logits.double() / params.temperature + torch.stack([noise[p] for p in positions])
-    return scaled.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
+    return scaled.argmax(dim=-1).tolist()
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -54,4 +54,5 @@ def _mix(x: Tensor) -> Tensor:
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift of int64."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
