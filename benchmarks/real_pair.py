@@ -148,10 +148,10 @@ def report(rows: list[dict[str, Answer]], args: argparse.Namespace) -> None:
 
 
 def bootstrap(ratios: list[float], draws: int = 10_000) -> float:
-    """Lower bound (95 %, one-sided) of the mean ratio over prompts."""
+    """Lower end of the 95 % interval of the mean ratio over prompts."""
     rng = random.Random(0)
     means = sorted(statistics.mean(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return means[int(0.05 * draws)]
+    return means[int(0.025 * draws)]
 
 
 if __name__ == "__main__":

@@ -213,6 +213,17 @@ def test_a_closed_engine_takes_no_requests(model: CARDChatModel) -> None:
         engine.submit([1, 2, 3])
 
 
+def test_a_process_may_end_while_an_answer_is_written(toy: dict[str, Any]) -> None:
+    code = """if True:
+        import sys
+        from langchain_card import CARDChatModel
+        stream = CARDChatModel(model=sys.argv[1], draft_model=None).stream("hi", max_tokens=900)
+        next(stream)
+    """
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code, toy["model"]], timeout=60, check=True)
+
+
 def test_a_failing_target_fails_every_request_and_hangs_none(
     model: CARDChatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,6 +62,7 @@ class Engine:
         self._driver, self.devices = self._build(models)
         self._thread = threading.Thread(target=self._driver.run, name="card-target", daemon=True)
         self._thread.start()
+        _open_engines.add(self)
 
     def _build(self, models: list[Any]) -> tuple[Driver, dict[str, str]]:
         pair, limits = self._pair, self.config.limits
@@ -176,6 +179,16 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """An interpreter that ends while a thread is inside torch aborts the process."""
+    for engine in list(_open_engines):
+        engine.close()
 
 
 _engines: Registry[Engine] = Registry(close=Engine.close)

@@ -1,0 +1,111 @@
+"""Real weights: the same tokens under every schedule; quality and memory of int8.
+
+`CARD_PROMPTS` names a JSON-lines file to take the prompts from; the project's own are used otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from langchain_card.config import EngineConfig
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.runtime.store import ModelStore
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import prompts  # noqa: E402
+import quality  # noqa: E402
+
+PROMPTS = Path(os.environ.get("CARD_PROMPTS", prompts.OWN))
+SCHEDULES = ("plain", "sequential", "parallel")
+FLOORS = [("smollm2-135m", 0.90, 0.06), ("qwen2.5-coder-1.5b", 0.93, 0.03)]
+
+
+@pytest.fixture(scope="module")
+def noisy_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """SmolLM2 in int8, with its own weights plus noise as draft, and prompt lookup."""
+    folder = tmp_path_factory.mktemp("noisy")
+    source = ModelStore().prepare("smollm2-135m", "float")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    del model
+    with Engine(EngineConfig(model="smollm2-135m", draft_model=str(folder))) as engine:
+        yield engine
+
+
+def check_equal(engine: Engine, texts: list[str], max_tokens: int) -> tuple[int, int, int]:
+    """Asserts equality under all schedules; tokens compared, accepted and verified candidates."""
+    compared = accepted = verified = 0
+    for number, text in enumerate(texts):
+        prompt_ids = engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        answers = {
+            name: engine.submit(prompt_ids, SamplingParams(max_tokens=max_tokens, schedule=name)).result()  # type: ignore[arg-type]
+            for name in SCHEDULES
+        }
+        wanted = answers["plain"].token_ids
+        for name in SCHEDULES[1:]:
+            assert answers[name].token_ids == wanted, f"prompt {number}, {name}"
+            assert answers[name].text == answers["plain"].text
+            compared += len(wanted)
+            accepted += answers[name].stats.accepted
+            verified += answers[name].stats.verified
+    print(f"{compared} tokens compared, 0 different; {accepted} of {verified} candidates accepted")
+    return compared, accepted, verified
+
+
+def test_smollm2_and_a_draft_that_matches_in_part(noisy_pair: Engine) -> None:
+    compared, accepted, verified = check_equal(noisy_pair, prompts.load(PROMPTS, 3), 48)
+    assert compared > 100 and 0.05 * verified < accepted < 0.98 * verified, "the draft must match in part"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_smollm2_twenty_prompts(noisy_pair: Engine) -> None:
+    check_equal(noisy_pair, prompts.load(PROMPTS, 20), 128)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_built_in_pair_ten_prompts() -> None:
+    with Engine() as engine:
+        check_equal(engine, prompts.load(PROMPTS, 10), 128)
+        rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+        print(f"resident memory {rss:.2f} GiB")
+        assert rss < 6.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("model", "agreement", "loss"), [("smollm2-135m", 0.90, 0.06), ("qwen2.5-coder-1.5b", 0.93, 0.03)]
+)
+def test_int8_keeps_the_quality_of_float32(model: str, agreement: float, loss: float) -> None:
+    """Floors under what was measured (docs/LOG.md), teacher-forced on forty question and answer rows."""
+    sets = {PROMPTS.stem: quality.texts(PROMPTS, 40)} if "CARD_PROMPTS" in os.environ else {"own": own_rows()}
+    for name, seen in quality.measure(model, sets).items():
+        in_float, in_int8 = seen.perplexities
+        print(f"{model} {name}: {seen.tokens} tokens, agreement {seen.agreement:.4f}, {in_float:.4f} -> {in_int8:.4f}")
+        assert seen.agreement >= agreement
+        assert in_int8 / in_float - 1 <= loss
+
+
+def own_rows() -> list[tuple[str, str]]:
+    """Questions with a text that a model might answer: the next prompt's own words."""
+    texts = prompts.load(prompts.OWN, 20)
+    return [("Repeat this text word for word:\n\n" + text, text) for text in texts]
