@@ -13,6 +13,7 @@ CARDError
 │   ├── DiskSpaceError                  not enough free disk
 │   └── DownloadError                   no source could be reached
 └── EngineError (RuntimeError)          the engine cannot serve the request
+    ├── EngineBusyError                 the queue is full
     ├── EngineClosedError               the engine was closed
     └── GenerationTimeoutError          the answer took longer than it was allowed to
 ```
@@ -83,6 +84,10 @@ class DownloadError(ModelStoreError):
 
 class EngineError(CARDError, RuntimeError):
     """The engine cannot serve the request; other requests go on."""
+
+
+class EngineBusyError(EngineError):
+    """The queue is full; the request was not taken."""
 
 
 class EngineClosedError(EngineError):

@@ -63,6 +63,11 @@ class Driver:
                 return
         generation.fail(self._error)
 
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run."""
+        return len(self._generations)
+
     def close(self) -> None:
         """Ends the loop after the current step; requests that still run fail."""
         self._inbox.put(None)

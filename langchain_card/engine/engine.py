@@ -25,10 +25,10 @@ from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.target_worker import TargetWorker
-from langchain_card.errors import ContextOverflowError, EngineClosedError, InvalidInputError
+from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
 from langchain_card.ports import Drafter
 from langchain_card.runtime.files import Progress
-from langchain_card.runtime.loader import Pair, acquire_model, release_model, resolve
+from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model, resolve
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, use_threads
@@ -58,7 +58,7 @@ class Engine:
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = False
         self._specs = [spec for spec in (self._pair.target, self._pair.draft) if spec is not None]
-        models = [acquire_model(spec) for spec in self._specs]
+        models = _acquire_all(self._specs)
         self._driver, self.devices = self._build(models)
         self._thread = threading.Thread(target=self._driver.run, name="card-target", daemon=True)
         self._thread.start()
@@ -90,14 +90,17 @@ class Engine:
         return driver, devices
 
     def _attach(self, driver: Driver, drafter: Drafter, threads: ThreadPlan) -> None:
-        if not drafter.paced:
-            driver.transports[drafter.name] = InlineTransport(DraftWorker(drafter, driver.publish, lambda _: None))
-            return
-        worker = DraftWorker(drafter, driver.publish, lambda schedule: use_threads(threads.draft(schedule)))
-        driver.transports[drafter.name] = ThreadTransport(
-            worker,
-            name=f"card-{drafter.name}",
-            on_death=lambda _: driver.post(lambda now: SourceDied(drafter.name, now)),
+        def on_death(_: BaseException) -> None:
+            driver.post(lambda now: SourceDied(drafter.name, now))
+
+        def set_threads(schedule: str) -> None:
+            use_threads(threads.draft(schedule))
+
+        worker = DraftWorker(drafter, driver.publish, set_threads if drafter.paced else lambda _: None)
+        driver.transports[drafter.name] = (
+            ThreadTransport(worker, name=f"card-{drafter.name}", on_death=on_death)
+            if drafter.paced
+            else InlineTransport(worker, on_death=on_death)
         )
 
     @property
@@ -120,6 +123,7 @@ class Engine:
         Raises:
             InvalidInputError: a field breaks its bound.
             ContextOverflowError: the prompt leaves no room for an answer.
+            EngineBusyError: the queue is full.
             EngineClosedError: the engine was closed.
         """
         params = params or SamplingParams()
@@ -129,7 +133,10 @@ class Engine:
         generation = Generation(
             request, Detokenizer(self.tokenizer, params.stop), lambda: self._abort(request.request_id)
         )
-        self._open_driver().submit(generation)
+        driver, limit = self._open_driver(), self.config.limits.max_queue
+        if driver.num_open >= limit + self.config.limits.max_num_seqs:
+            raise EngineBusyError("max_queue", driver.num_open, f"{limit} requests may wait", "try again later")
+        driver.submit(generation)
         return generation
 
     def _open_driver(self) -> Driver:
@@ -179,6 +186,19 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _acquire_all(specs: Sequence[ModelSpec]) -> list[Any]:
+    """All models, or none: what was loaded before one failed is given back."""
+    models: list[Any] = []
+    try:
+        for spec in specs:
+            models.append(acquire_model(spec))
+    except BaseException:
+        for spec in specs[: len(models)]:
+            release_model(spec)
+        raise
+    return models
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

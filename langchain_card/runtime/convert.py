@@ -7,6 +7,7 @@ table stays float16.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from langchain_card.errors import CorruptModelError, ModelStoreError
 from langchain_card.runtime.files import Progress, need_space
 from langchain_card.runtime.int8 import quantize_rows
+from langchain_card.runtime.threads import single_threaded
 
 Form = Literal["float", "int8"]
 METADATA: dict[Form, str] = {"float": "pt", "int8": "langchain-card-int8"}
@@ -162,7 +164,7 @@ def write_weights(tensors: Iterable[tuple[str, Any]], layout: Layout, folder: Pa
     need_space(folder, total)
     missing = set(layout.shapes) - {layout.tied_head}
     writer = WeightWriter(folder / "model.safetensors", layout.shapes, layout.form)
-    try:
+    with contextlib.closing(writer), single_threaded():
         for name, array in tensors:
             if name not in missing:
                 continue
@@ -174,8 +176,6 @@ def write_weights(tensors: Iterable[tuple[str, Any]], layout: Layout, folder: Pa
             for stored_name, stored in layout.stored(name, tensor):
                 writer.add(stored_name, stored)
             progress.update("convert", min(writer.written, total), total)
-    finally:
-        writer.close()
     if missing:
         hint = "the files do not belong together, or this architecture cannot be converted"
         raise CorruptModelError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from langchain_card.runtime.files import Progress
 from langchain_card.runtime.int8 import Int8Linear, kernel_name
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.store import ModelStore
-from langchain_card.runtime.threads import num_cores
+from langchain_card.runtime.threads import num_cores, single_threaded, use_threads
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_MAX_LEN = 8192
@@ -196,8 +195,8 @@ def num_loaded_models() -> int:
 
 def load_model(spec: ModelSpec) -> Any:
     """A causal LM of transformers in evaluation mode, with our attention."""
-    loaders: dict[str, Callable[[ModelSpec], Any]] = {"float": _load_float, "int8": _load_int8}
-    model = loaders[spec.form](spec)
+    with single_threaded():
+        model = _load_int8(spec) if spec.form == "int8" else _load_float(spec)
     return model.requires_grad_(False).eval()
 
 
@@ -223,7 +222,9 @@ def _load_int8(spec: ModelSpec) -> Any:
     with safe_open(spec.folder / "model.safetensors", framework="pt") as weights:
         names = set(weights.keys())
         quantized = [name for name, _ in model.named_modules() if f"{name}.weight_int8" in names]
-        with ThreadPoolExecutor(num_cores()) as pool:  # packing for the kernel is most of the time, on one core each
+        with ThreadPoolExecutor(
+            num_cores(), initializer=use_threads, initargs=(1,)
+        ) as pool:  # packing for the kernel is most of the time, on one core each
             layers = pool.map(lambda name: _int8_linear(weights, name, names), quantized)
             for name, layer in zip(quantized, layers, strict=True):
                 model.set_submodule(name, layer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,6 +33,17 @@ class ThreadPlan:
     def draft(self, schedule: str) -> int:
         """Threads of a draft step."""
         return max(1, self._cores // 2) if self._both and schedule == "parallel" else self._cores
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Keeps the calling thread from starting a pool of its own, which would slow every other thread's pool down."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def use_threads(count: int) -> None:

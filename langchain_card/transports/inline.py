@@ -1,8 +1,13 @@
-"""A drafter that costs microseconds runs where its command is sent."""
+"""A drafter that works where its command is sent."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from langchain_card.ports import DraftCommand, Worker
+
+log = logging.getLogger(__name__)
 
 
 class InlineTransport:
@@ -10,16 +15,26 @@ class InlineTransport:
 
     Args:
         worker: the drafter's worker.
+        on_death: called when the worker raised; it takes no commands from then on.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, on_death: Callable[[BaseException], None]) -> None:
         self._worker = worker
+        self._on_death = on_death
+        self._dead = False
 
     def send(self, command: DraftCommand) -> None:
         """Applies the command and takes the steps that it grants."""
-        self._worker.handle(command)
-        while self._worker.step():
-            pass
+        if self._dead:
+            return
+        try:
+            self._worker.handle(command)
+            while self._worker.step():
+                pass
+        except Exception as error:
+            log.exception("a drafter died; requests go on without it")
+            self._dead = True
+            self._on_death(error)
 
     def close(self) -> None:
         """Frees the drafter."""
