@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -240,14 +241,16 @@ def test_tree_re_roots_and_keeps_what_survives() -> None:
     tree = CandidateTree(0)
     a, b = tree.insert(0, 1, -0.1, "s"), tree.insert(0, 2, -2.0, "s")
     aa, ab, ba = tree.insert(a, 3, -0.1, "s"), tree.insert(a, 4, -1.5, "s"), tree.insert(b, 5, -0.1, "s")
-    assert tree.best_subtree(2) == [a, aa]
-    assert tree.best_subtree(9, min_chance=0.2) == [a, aa, ab]
+    assert tree.best_subtree(2)[0] == [a, aa]
+    nodes, chances = tree.best_subtree(9)
+    assert nodes[:3] == [a, aa, ab] and len(nodes) == 5
+    assert chances == sorted(chances, reverse=True) and chances[1] == pytest.approx(math.exp(-0.2))
     assert tree.advance(1) is True
     assert tree.insert(b, 6, -0.1, "s") == DEAD and tree.insert(ba, 6, -0.1, "s") == DEAD
-    assert tree.best_subtree(9) == [aa, ab] and tree.lead() == 1
+    assert tree.best_subtree(9)[0] == [aa, ab] and tree.lead() == 1
     assert tree.insert(0, 1, -0.1, "late") == a, "a committed token proposed late is found, not doubled"
     assert tree.advance(77) is False
-    assert tree.best_subtree(9) == [] and not tree.is_alive(aa)
+    assert tree.best_subtree(9) == ([], []) and not tree.is_alive(aa)
     new = tree.sweep()
     assert set(new) == {0, a, tree_root_before := max(new)} and tree.root == new[tree_root_before]
     assert [tree.tokens[n] for n in tree.path] == [0, 1, 77]
@@ -332,6 +335,16 @@ def test_draft_steps_must_pay() -> None:
     for rows, elapsed in ((1, 0.10), (4, 0.13), (8, 0.17), (1, 0.10), (4, 0.13)):
         costs.observe_target(rows, elapsed)
     costs.observe_round(1, 0.10)
-    assert 0.008 < costs.row_cost < 0.012
     assert costs.draft_pays(0.9) and not costs.draft_pays(0.5)
-    assert 0.05 < costs.min_chance() < 0.15
+
+
+def test_a_window_is_as_wide_as_its_rows_pay() -> None:
+    costs = CostModel()
+    assert costs.best_width([0.9, 0.1]) == 1, "nothing is known yet: the likely ones"
+    for rows, elapsed in ((1, 0.10), (4, 0.106), (8, 0.18)):
+        costs.observe_target(rows, elapsed)
+    costs.observe_round(1, 0.10)
+    assert costs.target_step(2) == pytest.approx(0.102) and costs.target_step(6) == pytest.approx(0.143)
+    assert costs.best_width([0.9, 0.05, 0.05, 0.05]) == 3, "rows are nearly free up to the knee"
+    assert costs.best_width([0.9, 0.8, 0.7, 0.6, 0.5, 0.1]) == 5, "behind it they must pay"
+    assert costs.best_width([0.01]) == 0

@@ -92,31 +92,29 @@ class CandidateTree:
         self.path.append(self.root)
         return hit
 
-    def best_subtree(self, budget: int, min_chance: float = 0.0) -> list[int]:
+    def best_subtree(self, budget: int) -> tuple[list[int], list[float]]:
         """The connected subtree below the root with the largest expected number of accepted tokens.
 
         Args:
             budget: nodes at most, the root not counted.
-            min_chance: leave out nodes whose chance of being reached and accepted is below this.
 
         Returns:
-            Nodes, every parent before its children, likeliest first.
+            Nodes, every parent before its children, likeliest first; and each one's chance of being accepted.
         """
         chosen: list[int] = []
-        floor = math.log(min_chance) if min_chance > 0 else -math.inf
+        chances: list[float] = []
         heap: list[tuple[float, int]] = []
         reached, node = 0.0, self.root
         while len(chosen) < budget:
             for child in self._children[node].values():
-                score = reached + self.scores[child]
-                if score >= floor:
-                    heapq.heappush(heap, (-score, child))
+                heapq.heappush(heap, (-reached - self.scores[child], child))
             if not heap:
                 break
             negated, node = heapq.heappop(heap)
             reached = -negated
             chosen.append(node)
-        return chosen
+            chances.append(math.exp(reached))
+        return chosen, chances
 
     def uncovered_chance(self, expanded: AbstractSet[int]) -> float:
         """Chance that the target's tokens lead to the likeliest node outside `expanded`, and on to no known child."""

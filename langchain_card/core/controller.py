@@ -6,10 +6,15 @@ Questions are answered from measured step times, in the currency of the engine's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from langchain_card.config import Schedule
 
 DECAY = 0.9
 """Weight of the past against one new observation."""
+
+ROW_COST = 0.05
+"""Share of a target step that one more row is taken to cost where nothing was measured."""
 
 
 class Mean:
@@ -36,56 +41,64 @@ class CostModel:
     """Measured costs under one schedule, in seconds.
 
     Attributes:
-        target_step: a target step of typical width.
         draft_step: a draft step.
         draft_hits: share of the target's tokens that were in the cache where a drafter had looked.
         per_token: time per token of the answer.
     """
 
     def __init__(self) -> None:
-        self.target_step = Mean()
         self.draft_step = Mean()
         self.draft_hits = Mean(prior=1.0)
         self.per_token = Mean()
-        self._rows, self._rows_squared, self._rows_step = Mean(), Mean(), Mean()
+        self._steps: dict[int, Mean] = {}
 
     def observe_target(self, rows: int, elapsed: float) -> None:
         """One target step over `rows` rows took `elapsed` seconds."""
-        self.target_step.add(elapsed)
-        self._rows.add(rows)
-        self._rows_squared.add(rows * rows)
-        self._rows_step.add(rows * elapsed)
+        self._steps.setdefault(rows, Mean()).add(elapsed)
 
     def observe_round(self, tokens: int, elapsed: float) -> None:
         """One round, from commit to commit, gave `tokens` tokens in `elapsed` seconds."""
         self.per_token.add(elapsed / tokens, tokens)
 
-    @property
-    def row_cost(self) -> float:
-        """Seconds that one more row adds to a target step: the slope of a decaying least-squares line.
+    def target_step(self, rows: int = 1) -> float:
+        """Seconds of a target step over `rows` rows: measured, or on the line between measured ones; 0 if unknown."""
+        if rows in self._steps:
+            return self._steps[rows].value
+        below = max((n for n in self._steps if n < rows), default=None)
+        above = min((n for n in self._steps if n > rows), default=None)
+        if below is None:
+            return self._steps[above].value if above is not None else 0.0
+        base = self._steps[below].value
+        slope = base * ROW_COST if above is None else (self._steps[above].value - base) / (above - below)
+        return base + max(slope, 0.0) * (rows - below)
 
-        A tenth of a step while too few different row counts were seen.
+    def best_width(self, chances: Sequence[float]) -> int:
+        """How many candidates to verify: each adds its chance of acceptance in tokens, and its row in time.
+
+        Args:
+            chances: of the candidates, likeliest first.
         """
-        spread = self._rows_squared.value - self._rows.value**2
-        if spread < 1.0:
-            return self.target_step.value / 10
-        slope = (self._rows_step.value - self._rows.value * self.target_step.value) / spread
-        return min(max(slope, self.target_step.value / 50), self.target_step.value / 4)
-
-    def min_chance(self) -> float:
-        """Smallest chance of acceptance at which a candidate's row still pays."""
-        return min(0.9, self.row_cost / self.per_token.value) if self.per_token.weight else 0.05
+        if not self.per_token.weight:
+            return sum(chance > 0.2 for chance in chances)
+        best, width, tokens = -self.target_step(1), 0, 0.0
+        for count, chance in enumerate(chances, start=1):
+            tokens += chance
+            worth = tokens * self.per_token.value - self.target_step(count + 1)
+            if worth > best:
+                best, width = worth, count
+        return width
 
     def draft_pays(self, expected_tokens: float) -> bool:
         """Whether one more draft step that adds `expected_tokens` to the round is worth its time."""
         if not self.draft_step.weight or not self.per_token.weight:
             return expected_tokens > 0  # measure it once
-        return expected_tokens * self.per_token.value > self.draft_step.value + self.row_cost
+        row = ROW_COST * self.target_step(1)
+        return expected_tokens * self.per_token.value > self.draft_step.value + row
 
     def patience_parallel(self) -> float:
         """Seconds that a target with an empty cache waits for the draft: nothing unless the draft is much faster."""
         step = self.draft_step.value
-        return 2 * step if 4 * step < self.target_step.value else 0.0
+        return 2 * step if 4 * step < self.target_step() else 0.0
 
     def patience_sequential(self) -> float:
         """Seconds that a round waits for a granted draft step: far above its usual time, but bounded."""

@@ -155,7 +155,8 @@ class Coordinator:
     def _open_window(self, state: RequestState) -> m.Window:
         left = state.request.params.max_tokens - len(state.output_ids)
         budget = min(self.limits.max_window, left) - 1 if state.sources else 0
-        nodes = [state.tree.root, *state.tree.best_subtree(budget, self._costs(state).min_chance())]
+        candidates, chances = state.tree.best_subtree(budget)
+        nodes = [state.tree.root, *candidates[: self._costs(state).best_width(chances)]]
         row = {node: i for i, node in enumerate(nodes)}
         state.window = m.Window(
             request_id=state.request.request_id,

@@ -192,8 +192,7 @@ def _acquire_all(specs: Sequence[ModelSpec]) -> list[Any]:
     """All models, or none: what was loaded before one failed is given back."""
     models: list[Any] = []
     try:
-        for spec in specs:
-            models.append(acquire_model(spec))
+        models.extend(acquire_model(spec) for spec in specs)
     except BaseException:
         for spec in specs[: len(models)]:
             release_model(spec)

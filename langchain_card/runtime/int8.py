@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 ACTIVATION_LEVELS = 63  # 7 bits: -63..63 around the zero point
@@ -53,13 +54,67 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Float32 [..., in_features] -> float32 [..., out_features]."""
-        row_scale = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True).clamp_min_(1e-30)
+        row_scale = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-30)
         y = _kernel(x / row_scale, self._packed)
         return y.mul_(row_scale) if self.bias is None else torch.addcmul(self.bias, y, row_scale)
 
     def extra_repr(self) -> str:
         """Shape and whether there is a bias, as torch's own linear prints it."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Part(nn.Module):
+    """One of several layers that read the same input: the first that is called computes all of them in one kernel.
+
+    Args:
+        whole: the layers' weights, one below the other.
+        sizes: output features of each layer.
+        index: which of them this is.
+        last: [1] shared by the parts: the input seen last, and all outputs for it.
+    """
+
+    def __init__(self, whole: Int8Linear, sizes: list[int], index: int, last: list[tuple[Tensor, Any] | None]) -> None:
+        super().__init__()
+        self._whole, self._sizes, self._index, self._last = (whole,), sizes, index, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Float32 [..., in_features] -> float32 [..., sizes[index]], a view."""
+        seen = self._last[0]
+        if seen is None or seen[0] is not x:  # also when another thread's input came between: then it is computed anew
+            seen = (x, self._whole[0](x).split(self._sizes, dim=-1))
+            self._last[0] = seen
+        if self._index == len(self._sizes) - 1:
+            self._last[0] = None
+        part: Tensor = seen[1][self._index]
+        return part
+
+
+def split_by_layer(whole: Int8Linear, sizes: list[int]) -> list[Int8Part]:
+    """The layers that `whole` was stacked from, in order."""
+    last: list[tuple[Tensor, Any] | None] = [None]
+    return [Int8Part(whole, sizes, index, last) for index in range(len(sizes))]
+
+
+class FusedRMSNorm(nn.Module):
+    """RMS normalisation in one call; see `fuse_norm`."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., features] -> the same."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def fuse_norm(module: nn.Module) -> FusedRMSNorm | None:
+    """A one-call replacement, when `module` is an RMS norm by name and by what it computes; else None."""
+    eps = getattr(module, "variance_epsilon", None)
+    if not type(module).__name__.endswith("RMSNorm") or eps is None:
+        return None
+    fused = FusedRMSNorm(module.weight, eps)  # type: ignore[arg-type]
+    probe = torch.linspace(-3, 3, fused.weight.numel())
+    return fused if torch.allclose(module(probe), fused(probe), rtol=1e-5, atol=1e-6) else None
 
 
 def kernel_name() -> str | None:

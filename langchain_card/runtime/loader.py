@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from langchain_card.errors import CorruptModelError, DeviceError, InvalidInputEr
 from langchain_card.runtime.attention import ATTENTION_NAME
 from langchain_card.runtime.download import BUILTINS
 from langchain_card.runtime.files import Progress
-from langchain_card.runtime.int8 import Int8Linear, kernel_name
+from langchain_card.runtime.int8 import Int8Linear, fuse_norm, kernel_name, split_by_layer
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.store import ModelStore
 from langchain_card.runtime.threads import num_cores, single_threaded, use_threads
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_MAX_LEN = 8192
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,21 +223,41 @@ def _load_int8(spec: ModelSpec) -> Any:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
     with safe_open(spec.folder / "model.safetensors", framework="pt") as weights:
         names = set(weights.keys())
-        quantized = [name for name, _ in model.named_modules() if f"{name}.weight_int8" in names]
-        with ThreadPoolExecutor(
-            num_cores(), initializer=use_threads, initargs=(1,)
-        ) as pool:  # packing for the kernel is most of the time, on one core each
-            layers = pool.map(lambda name: _int8_linear(weights, name, names), quantized)
-            for name, layer in zip(quantized, layers, strict=True):
-                model.set_submodule(name, layer)
-        for name, module in model.named_modules():
+        stacks = _stacks([name for name, _ in model.named_modules() if f"{name}.weight_int8" in names])
+        # Packing for the kernel is most of the time, and runs on one core.
+        with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
+            packed = pool.map(lambda stack: _int8_layers(weights, stack, names), stacks)
+            for stack, layers in zip(stacks, packed, strict=True):
+                for name, layer in zip(stack, layers, strict=True):
+                    model.set_submodule(name, layer)
+        for name, module in list(model.named_modules()):
             _fill(module, name, weights, names, spec.dtype)
+            if (fused := fuse_norm(module)) is not None:
+                model.set_submodule(name, fused)
     return model
 
 
-def _int8_linear(weights: Any, name: str, names: set[str]) -> Int8Linear:
-    bias = weights.get_tensor(f"{name}.bias").to(torch.float32, copy=True) if f"{name}.bias" in names else None
-    return Int8Linear(weights.get_tensor(f"{name}.weight_int8"), weights.get_tensor(f"{name}.weight_scale"), bias)
+def _stacks(names: list[str]) -> list[tuple[str, ...]]:
+    """The layers, those that read the same input together."""
+    stacks = []
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        group = next((group for group in _SAME_INPUT if own in group), (own,))
+        members = tuple(f"{parent}.{member}" if parent else member for member in group)
+        stack = members if all(member in names for member in members) else (name,)
+        if name == stack[0]:
+            stacks.append(stack)
+    return stacks
+
+
+def _int8_layers(weights: Any, stack: tuple[str, ...], names: set[str]) -> Sequence[nn.Module]:
+    parts = [weights.get_tensor(f"{name}.weight_int8") for name in stack]
+    scale = torch.cat([weights.get_tensor(f"{name}.weight_scale") for name in stack])
+    biases = [weights.get_tensor(f"{name}.bias").float() for name in stack if f"{name}.bias" in names]
+    if len(biases) not in (0, len(stack)):
+        raise CorruptModelError("weights", stack, "some of these layers have a bias and some have none")
+    whole = Int8Linear(torch.cat(parts), scale, torch.cat(biases) if biases else None)
+    return [whole] if len(stack) == 1 else split_by_layer(whole, [len(part) for part in parts])
 
 
 def _fill(module: nn.Module, name: str, weights: Any, names: set[str], dtype: torch.dtype) -> None:
