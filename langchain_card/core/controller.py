@@ -21,15 +21,15 @@ class Mean:
     """A decaying mean: a new observation counts 1 - DECAY, the first ones more.
 
     Attributes:
-        value: the mean; the given prior until something was observed.
-        weight: 0 until something was observed.
+        value: the mean; at first the prior.
+        weight: how many observations stand behind it; at first those that the prior is worth.
     """
 
     __slots__ = ("value", "weight")
 
-    def __init__(self, prior: float = 0.0) -> None:
+    def __init__(self, prior: float = 0.0, weight: float = 0.0) -> None:
         self.value = prior
-        self.weight = 0.0
+        self.weight = weight
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Takes one observation in."""
@@ -48,7 +48,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self.draft_step = Mean()
-        self.draft_hits = Mean(prior=1.0)
+        self.draft_hits = Mean(prior=0.9, weight=5)
         self.per_token = Mean()
         self._steps: dict[int, Mean] = {}
 

@@ -1,7 +1,8 @@
 """Prompt lookup: what followed the last time these tokens stood here?
 
 The longest suffix of prompt and answer that occurred before is looked up, and what followed it is proposed as a chain.
-The chance that it holds is learnt per length of the match. (Prompt lookup decoding; Cacheback, arXiv 2511.21699, will
+The chance that a token holds is learnt per length of the match before it, which grows along the chain: once the first
+token came true, the next is much likelier. (Prompt lookup decoding; Cacheback, arXiv 2511.21699, will
 replace the table.)
 """
 
@@ -17,6 +18,9 @@ from langchain_card.ports import Budget
 MIN_MATCH = 2
 MAX_MATCH = 8
 MAX_CHAIN = 12
+
+PRIOR = {2: 0.5, 3: 0.6, 4: 0.65, 5: 0.7, 6: 0.7, 7: 0.8, 8: 0.85}
+"""Chance of the next token by length of the match, before anything was learnt (docs/LOG.md)."""
 
 
 class _History:
@@ -58,7 +62,7 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._requests: dict[int, _History] = {}
-        self._chance = {n: Mean(prior=min(0.95, 0.4 + 0.08 * n)) for n in range(MIN_MATCH, MAX_MATCH + 1)}
+        self._chance = {n: Mean(prior=PRIOR[n], weight=10) for n in range(MIN_MATCH, MAX_MATCH + 1)}
 
     def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
         """Indexes the prompt."""
@@ -95,7 +99,6 @@ class NgramDrafter:
         history.epoch += 1
         history.guess = (len(history.token_ids), length, chain)
         output_len = len(history.token_ids) - history.num_prompt
-        score = math.log(self._chance[length].value) if length else 0.0
         return Proposal(
             source=self.name,
             request_id=request_id,
@@ -105,7 +108,7 @@ class NgramDrafter:
             first=1,
             parents=tuple(range(len(chain))),
             token_ids=chain,
-            scores=(score,) * len(chain),
+            scores=tuple(math.log(self._chance_after(length + i).value) for i in range(len(chain))),
         )
 
     def _learn(self, history: _History) -> None:
@@ -113,7 +116,10 @@ class NgramDrafter:
             return
         place, length, chain = history.guess
         history.guess = None
-        for guessed, actual in zip(chain, history.token_ids[place:]):  # noqa: B905
-            self._chance[length].add(0.99 if guessed == actual else 0.01)
+        for i, (guessed, actual) in enumerate(zip(chain, history.token_ids[place:])):  # noqa: B905
+            self._chance_after(length + i).add(0.99 if guessed == actual else 0.01)
             if guessed != actual:
                 break
+
+    def _chance_after(self, length: int) -> Mean:
+        return self._chance[min(length, MAX_MATCH)]
