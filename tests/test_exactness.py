@@ -27,9 +27,8 @@ def test_equal_to_the_naive_loop(tiny_pair: tuple[str, str], drafters: str, dtyp
         for text in PROMPTS:
             prompt_ids = engine.tokenizer(text).input_ids
             for temperature in (0.0, 0.7):
-                wanted, gaps = naive.generate(
-                    reference, prompt_ids, SamplingParams(max_tokens=48, temperature=temperature, seed=7)
-                )
+                sampling = SamplingParams(max_tokens=48, temperature=temperature, seed=7)
+                wanted, gaps = naive.generate(reference, prompt_ids, sampling, engine.eos_ids)
                 for schedule in ("plain", "sequential", "parallel"):
                     params = SamplingParams(max_tokens=48, temperature=temperature, seed=7, schedule=schedule)
                     got = engine.submit(prompt_ids, params).result()

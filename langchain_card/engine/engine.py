@@ -104,6 +104,11 @@ class Engine:
         )
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._pair.eos_ids
+
+    @property
     def max_model_len(self) -> int:
         """Positions per sequence, prompt and answer together."""
         return self._pair.max_len
