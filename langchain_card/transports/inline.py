@@ -16,25 +16,33 @@ class InlineTransport:
     Args:
         worker: the drafter's worker.
         on_death: called when the worker raised; it takes no commands from then on.
+
+    Attributes:
+        dead: whether the worker raised.
     """
 
     def __init__(self, worker: Worker, *, on_death: Callable[[BaseException], None]) -> None:
         self._worker = worker
         self._on_death = on_death
-        self._dead = False
+        self.dead = False
 
     def send(self, command: DraftCommand) -> None:
         """Applies the command and takes the steps that it grants."""
-        if self._dead:
+        if self.dead:
             return
         try:
             self._worker.handle(command)
             while self._worker.step():
                 pass
         except Exception as error:
-            log.exception("a drafter died; requests go on without it")
-            self._dead = True
-            self._on_death(error)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """The worker raised: frees the drafter, and takes no commands from now on."""
+        log.error("a drafter died; requests go on without it", exc_info=error)
+        self.dead = True
+        self._worker.close()
+        self._on_death(error)
 
     def close(self) -> None:
         """Frees the drafter."""

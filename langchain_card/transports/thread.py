@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -10,8 +9,6 @@ from collections.abc import Callable
 from langchain_card.core.messages import Begin, End
 from langchain_card.ports import DraftCommand, Worker
 from langchain_card.transports.inline import InlineTransport
-
-log = logging.getLogger(__name__)
 
 
 class ThreadTransport:
@@ -29,7 +26,6 @@ class ThreadTransport:
 
     def __init__(self, worker: Worker, *, name: str, on_death: Callable[[BaseException], None]) -> None:
         self._worker = worker
-        self._on_death = on_death
         self._inline = InlineTransport(worker, on_death=on_death)
         self._inline_ids: set[int] = set()
         self._commands: queue.SimpleQueue[DraftCommand | None] = queue.SimpleQueue()
@@ -38,6 +34,8 @@ class ThreadTransport:
 
     def send(self, command: DraftCommand) -> None:
         """Hands the command over, or carries it out at once."""
+        if self._inline.dead:
+            return
         request_id = command.request.request_id if isinstance(command, Begin) else command.request_id
         if isinstance(command, Begin) and command.schedule != "parallel":
             self._inline_ids.add(request_id)
@@ -68,5 +66,4 @@ class ThreadTransport:
                 self._worker.handle(command)
                 busy = True
         except Exception as error:
-            log.exception("the drafter on thread %s died; requests go on without it", self._thread.name)
-            self._on_death(error)
+            self._inline.fail(error)
