@@ -86,7 +86,7 @@ def test_tokenizers_that_differ_are_refused(pair: tuple[str, str], tmp_path: Pat
         (PROMPT, {"max_tokens": 0}, InvalidInputError, "max_tokens = 0.*between 1 and"),
         (PROMPT, {"max_tokens": -5}, InvalidInputError, "max_tokens = -5"),
         (PROMPT, {"temperature": -1.0}, InvalidInputError, "temperature = -1.0"),
-        (PROMPT, {"schedule": "paralel"}, InvalidInputError, "schedule = 'paralel'.*did you mean 'parallel'"),
+        (PROMPT, {"schedule": "paralel"}, InvalidInputError, "schedule = 'paralel'.*did you mean parallel"),
         (PROMPT, {"stop": ("",)}, InvalidInputError, "stop = ''.*1 to 256"),
         (PROMPT * 40, {}, ContextOverflowError, "prompt = '800 tokens'.*the context holds 512.*Hint"),
     ],

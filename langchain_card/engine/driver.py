@@ -52,14 +52,10 @@ class Driver:
 
     def submit(self, generation: Generation) -> None:
         """Takes a request; it fails when the loop has ended."""
-
-        def submitted(now: float) -> m.Event:
-            self._generations[generation.request.request_id] = generation
-            return m.Submitted(generation.request, now)
-
         with self._ended:
             if self._error is None:
-                self.post(submitted)
+                self._generations[generation.request.request_id] = generation
+                self.post(lambda now: m.Submitted(generation.request, now))
                 return
         generation.fail(self._error)
 
@@ -159,13 +155,6 @@ class Driver:
     def _fail_all(self, error: BaseException) -> None:
         with self._ended:  # from here on nothing is queued
             self._closed, self._error = True, error
-        while True:
-            try:
-                event = self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            if event is not None:
-                event(self._clock())  # registers requests that were submitted meanwhile
         for generation in self._generations.values():
             generation.fail(error)
         for request_id in self._generations:
