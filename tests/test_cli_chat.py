@@ -156,8 +156,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_program(terminal: Terminal) -> No
     terminal.wait_for("stopped")
     terminal.type("/stats")
     terminal.wait_for("all answers  1, ")
-    terminal.wait_for("> ")
-    terminal.press_ctrl_c()
+    terminal.type("/quit")
     assert terminal.process.wait(60) == 0
 
 
