@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from langchain_card.errors import InvalidInputError
@@ -102,8 +102,3 @@ def check_range(name: str, value: Any, low: float, high: float, hint: str = "") 
     kinds, word = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         raise InvalidInputError(name, value, f"must be {word} between {low:,} and {high:,}", hint)
-
-
-def as_dict(config: EngineConfig) -> dict[str, Any]:
-    """The configuration as plain values, limits left out."""
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.name != "limits"}

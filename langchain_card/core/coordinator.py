@@ -166,7 +166,6 @@ class Coordinator:
             parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
             kept_rows=state.kept_rows,
         )
-        state.window_nodes = tuple(nodes)
         self._next_step_id += 1
         return state.window
 

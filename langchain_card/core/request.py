@@ -162,7 +162,6 @@ class RequestState:
         schedule: the schedule in force.
         output_ids: committed tokens of the answer.
         window: the verification in flight, or None.
-        window_nodes: tree node of each of its rows.
         kept_rows: rows of the last window that were committed; the next window carries them to the target.
         wait_until: until when a round may wait for its draft, or None.
         last_commit: time of the last commit.
@@ -176,7 +175,6 @@ class RequestState:
     stats: RequestStats
     output_ids: list[int] = field(default_factory=list)
     window: Window | None = None
-    window_nodes: tuple[int, ...] = ()
     kept_rows: tuple[int, ...] = ()
     wait_until: float | None = None
     last_commit: float = 0.0
