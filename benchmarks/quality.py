@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from langchain_card.config import EngineConfig
 from langchain_card.runtime.loader import Pair, acquire_model, release_model, resolve
@@ -78,7 +79,8 @@ def measure(model: str, sets: dict[str, list[tuple[str, str]]]) -> dict[str, Qua
     for quantization in (None, "int8"):
         with runner(model, quantization) as (model_runner, pair):
             for name, rows in sets.items():
-                seen[name].append([losses(model_runner, *_encode(pair.tokenizer, *row)) for row in rows])
+                shown = tqdm(rows, desc=f"{name}, {quantization or 'float32'}", unit="row")
+                seen[name].append([losses(model_runner, *_encode(pair.tokenizer, *row)) for row in shown])
     result = {}
     for name, (floats, ints) in seen.items():
         quality = result[name] = Quality()

@@ -15,6 +15,7 @@ from wheelhouse import Record, tensors
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
 from langchain_card.runtime.gguf import open_gguf
+from langchain_card.runtime.files import INT8_FORMAT
 from langchain_card.runtime.int8 import quantize_rows
 from langchain_card.runtime.safety import check_safetensors
 from langchain_card.runtime.store import ModelStore
@@ -76,7 +77,7 @@ def test_int8_form_quantizes_the_dequantized_tensors(store: ModelStore) -> None:
     assert torch.equal(stored["model.embed_tokens.weight"], raw["token_embd.weight"].half())
     assert torch.equal(stored["model.norm.weight"], raw["output_norm.weight"])
     assert sum(name.endswith("weight_int8") for name in stored) == 30 * 7 + 1
-    assert check_safetensors(folder / "model.safetensors") == {"format": "langchain-card-int8"}
+    assert check_safetensors(folder / "model.safetensors") == {"format": INT8_FORMAT}
 
 
 def test_tokenizer_and_ends_match_the_metadata(store: ModelStore) -> None:

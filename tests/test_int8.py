@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from langchain_card.runtime.int8 import ACTIVATION_LEVELS, ACTIVATION_ZERO_POINT, Int8Linear, kernel_name, quantize_rows
+from langchain_card.runtime.int8 import (
+    ACTIVATION_LEVELS,
+    ACTIVATION_ZERO_POINT,
+    Int8Linear,
+    kernel_name,
+    quantize_rows,
+    rotate,
+)
 
 pytestmark = pytest.mark.skipif(kernel_name() is None, reason="this build of torch has no int8 kernel")
 
 
 def reference(layer_weight: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The same arithmetic with exact integers."""
+    x = rotate(x)
     row_scale = x.abs().amax(dim=-1, keepdim=True)
     levels = torch.round(x / row_scale * ACTIVATION_LEVELS).long()
     sums = levels @ layer_weight.long().T
@@ -25,7 +33,7 @@ def test_worst_case_sums_are_exact(features: int, sign: int) -> None:
     weight = torch.full((32, features), sign * 127, dtype=torch.int8)
     scale = torch.full((32,), 0.01)
     for value in (1.0, -1.0):
-        x = torch.full((3, features), value)
+        x = rotate(torch.full((3, features), value))  # the layer rotates it back
         got = Int8Linear(weight, scale)(x)
         torch.testing.assert_close(got.double(), reference(weight, scale, x), rtol=1e-6, atol=0)
 
@@ -45,7 +53,7 @@ def test_more_activation_bits_would_saturate() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", [(151, 64), (576, 1536), (1536, 8960)])
+@pytest.mark.parametrize("shape", [(151, 64), (300, 576), (300, 896), (300, 4864), (576, 1536), (1536, 8960)])
 def test_a_row_has_the_same_bits_beside_any_other_rows(shape: tuple[int, int], threads: int) -> None:
     torch.manual_seed(1)
     weight, scale = quantize_rows(torch.randn(*shape))
@@ -60,6 +68,25 @@ def test_a_row_has_the_same_bits_beside_any_other_rows(shape: tuple[int, int], t
         assert torch.equal(layer(x.flip(0)).flip(0), alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_rotation_keeps_the_product_and_is_its_own_inverse() -> None:
+    torch.manual_seed(2)
+    weight, x = torch.randn(7, 192), torch.randn(5, 192)
+    torch.testing.assert_close(rotate(x) @ rotate(weight).T, x @ weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotate(rotate(x)), x, rtol=1e-5, atol=1e-5)
+    odd = torch.randn(2, 100)
+    assert rotate(odd) is odd
+
+
+def test_one_huge_feature_does_not_drown_the_others() -> None:
+    """What made SmolLM2 lose a sixth of its choices: with a feature 100 times the others, these had one level left."""
+    torch.manual_seed(3)
+    weight, x = torch.randn(256, 1536), torch.randn(8, 1536)
+    x[:, 77] *= 100
+    got, wanted = Int8Linear(*quantize_rows(weight))(x), x @ weight.T
+    rest = wanted - x[:, 77:78] * weight[:, 77]
+    assert (got - wanted).norm() < 0.25 * rest.norm()
 
 
 def test_zero_rows_stay_finite() -> None:

@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from langchain_core.callbacks import BaseCallbackHandler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from langchain_card import CARDChatModel
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
@@ -72,6 +77,36 @@ def check_equal(engine: Engine, texts: list[str], max_tokens: int) -> tuple[int,
 def test_smollm2_and_a_draft_that_matches_in_part(noisy_pair: Engine) -> None:
     compared, accepted, verified = check_equal(noisy_pair, prompts.load(PROMPTS, 3), 48)
     assert compared > 100 and 0.05 * verified < accepted < 0.98 * verified, "the draft must match in part"
+
+
+class Calls(BaseCallbackHandler):
+    """When each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_llm_new_token(self, token: str, **_: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+@pytest.mark.timeout(600)
+def test_ten_streamed_answers(noisy_pair: Engine) -> None:
+    """Tokens come round by round, the first of them early, and make up the text that `invoke` gives."""
+    draft = str(noisy_pair.config.draft_model)
+    firsts, rounds, tokens = [], 0, 0
+    with CARDChatModel(model="smollm2-135m", draft_model=draft, max_tokens=100, schedule="sequential") as chat:
+        for text in prompts.load(PROMPTS, 10):
+            calls, started = Calls(), time.perf_counter()
+            chunks = list(chat.stream(text, config={"callbacks": [calls]}))
+            total = time.perf_counter() - started
+            card = chunks[-1].response_metadata["card"]
+            assert len(calls.times) >= card["rounds"] > 0
+            assert "".join(str(chunk.content) for chunk in chunks) == chat.invoke(text).content
+            firsts.append((calls.times[0] - started) / total)
+            rounds, tokens = rounds + card["rounds"], tokens + chunks[-1].usage_metadata["output_tokens"]
+    print(f"{tokens} tokens in {rounds} rounds; first call after {statistics.median(firsts):.2f} of the time")
+    assert tokens > 800 and rounds < 0.8 * tokens
+    assert statistics.median(firsts) < 0.3
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Weights -> the form the engine runs, tensor by tensor.
 
 "float": float16 matrices, float32 vectors, under transformers' names. "int8": each linear layer's `X.weight` becomes
-`X.weight_int8` (int8, [out, in]) and `X.weight_scale` (float32, [out]); tied heads are written out; the embedding
-table stays float16.
+`X.weight_int8` (int8, [out, in], rotated as in `int8.rotate`) and `X.weight_scale` (float32, [out]); tied heads are
+written out; the embedding table stays float16.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
-from langchain_card.runtime.files import Progress, need_space
+from langchain_card.runtime.files import INT8_FORMAT, Progress, need_space
 from langchain_card.runtime.int8 import quantize_rows
 from langchain_card.runtime.threads import single_threaded
 
 Form = Literal["float", "int8"]
-METADATA: dict[Form, str] = {"float": "pt", "int8": "langchain-card-int8"}
+METADATA: dict[Form, str] = {"float": "pt", "int8": INT8_FORMAT}
 _DTYPES = {torch.float16: "F16", torch.float32: "F32", torch.int8: "I8"}
 _BLOCK = 1 << 26  # elements quantized at a time; bounds the float32 temporaries
 

@@ -5,11 +5,17 @@ kernel runs with one fixed activation scale, and the rows are scaled back. The i
 activations keep 7 bits (|a| <= 63, zero point 64): AVX2 without VNNI adds pairs of products in 16 bits, and
 2 * 127 * 128 = 32,512 fits where 8-bit activations would saturate silently.
 
+A few features of a language model are far larger than the rest and would leave them hardly any of the 7 bits. So both
+sides are rotated first, in blocks of 64 features, by a Hadamard matrix: the sums stay what they were, and an outlier
+is shared by its block (QuaRot, arXiv 2404.00456; what it gains here is in docs/LOG.md).
+
 The functions that make torch's quantized tensors are marked deprecated; they are used in this file only.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from typing import Any
 
@@ -19,19 +25,42 @@ from torch import Tensor, nn
 
 ACTIVATION_LEVELS = 63  # 7 bits: -63..63 around the zero point
 ACTIVATION_ZERO_POINT = 64
+ROTATED_BLOCK = 64
+
+
+@functools.cache
+def _hadamard(size: int) -> Tensor:
+    """[size, size], orthogonal and symmetric, so that it is its own inverse; `size` is a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotates each block of features; one that is applied twice gives `x` back, up to rounding.
+
+    Args:
+        x: float32 [..., features]; left as it is when the features are not whole blocks.
+    """
+    if x.shape[-1] % ROTATED_BLOCK:
+        return x
+    blocks = x.reshape(-1, x.shape[-1] // ROTATED_BLOCK, ROTATED_BLOCK)
+    # Rows in the batch dimension: so the bits of a row do not depend on how many there are.
+    return torch.bmm(blocks, _hadamard(ROTATED_BLOCK).expand(len(blocks), -1, -1)).view(x.shape)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8, one scale per output row.
+    """Symmetric int8 of the rotated weight, one scale per output row.
 
     Args:
         weight: [out_features, in_features], any float dtype.
 
     Returns:
         int8 [out_features, in_features] in -127..127, and float32 scales [out_features] with
-        `weight ~= q * scale[:, None]`. A row of zeros gets scale 1.
+        `rotate(weight) ~= q * scale[:, None]`. A row of zeros gets scale 1.
     """
-    weight = weight.float()
+    weight = rotate(weight.float())
     scale = weight.abs().amax(dim=1) / 127
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return torch.round(weight / scale[:, None]).to(torch.int8), scale
@@ -54,6 +83,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Float32 [..., in_features] -> float32 [..., out_features]."""
+        x = rotate(x)
         row_scale = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-30)
         y = _kernel(x / row_scale, self._packed)
         return y.mul_(row_scale) if self.bias is None else torch.addcmul(self.bias, y, row_scale)

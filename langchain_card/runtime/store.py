@@ -24,13 +24,13 @@ from typing import Any, Literal
 
 from langchain_card.errors import CARDError, InvalidInputError, ModelStoreError, UnknownModelError
 from langchain_card.runtime.download import BUILTINS, fetch, fetch_hub_folder
-from langchain_card.runtime.files import Progress, Silent, fresh_folder, locked, size_on_disk
+from langchain_card.runtime.files import INT8_FORMAT, Progress, Silent, fresh_folder, locked, size_on_disk
 from langchain_card.runtime.safety import check_safetensors, inspect_folder
 
 __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
 STAMP = "langchain-card.json"
-CONVERTER = 1  # raise it when the written form changes: older conversions are made anew
+CONVERTER = 2  # raise it when the written form changes: older conversions are made anew
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
@@ -156,7 +156,7 @@ class ModelStore:
             return self._converted(model, source, self._home(model), form, report)
         if source.is_dir():
             files = inspect_folder(source)
-            is_int8 = check_safetensors(files[0]).get("format") == "langchain-card-int8"
+            is_int8 = check_safetensors(files[0]).get("format") == INT8_FORMAT
             if is_int8 == (form == "int8"):
                 return source
             if is_int8:
