@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wheelhouse import Record, tensors
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
-from langchain_card.runtime.gguf import open_gguf
 from langchain_card.runtime.files import INT8_FORMAT
+from langchain_card.runtime.gguf import open_gguf
 from langchain_card.runtime.int8 import quantize_rows
 from langchain_card.runtime.safety import check_safetensors
 from langchain_card.runtime.store import ModelStore
