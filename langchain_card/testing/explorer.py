@@ -63,9 +63,9 @@ class RandomChooser:
 
     def __call__(self, world: World, actions: list[Action]) -> Action:
         """One action of `actions`."""
-        faults = list(world.fault_actions()) if self._random.random() < self._fault_chance else []
-        plain = list(world.plain_actions())
-        return self._random.choice(faults or plain or actions)
+        faulty = self._random.random() < self._fault_chance
+        wanted = [action for action in actions if (action[0] in world.faults) == faulty]
+        return self._random.choice(wanted or actions)
 
 
 class PriorityChooser:
@@ -113,17 +113,21 @@ def run(scope: Scope, chooser: Chooser, *, max_actions: int = 100_000, seed: int
     """
     world, done = World(scope), []
     for _ in range(max_actions):
-        actions = world.actions()
-        if world.ended:
+        if len(world.finished) == scope.requests and world.ended:
             return world
+        actions = world.actions()
         if not actions:
             raise Violation(scope, done, "nothing can happen, and requests have not ended", seed)
         try:
             done.append(chooser(world, actions))
             world.do(done[-1])
-        except AssertionError as error:
-            raise Violation(scope, done, str(error), seed) from error
+        except Exception as error:
+            raise Violation(scope, done, _reason(error), seed) from error
     raise Violation(scope, done[-50:], f"no end after {max_actions} actions", seed)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, AssertionError) else repr(error)
 
 
 def replay(scope: Scope, actions: Sequence[Action]) -> World:
@@ -162,8 +166,8 @@ def exhaust(scope: Scope, *, max_states: int = 10_000_000) -> Coverage:
             after = world if i == len(actions) - 1 else world.copy()
             try:
                 after.do(action)
-            except AssertionError as error:
-                raise Violation(scope, [*trace(number), action], str(error)) from error
+            except Exception as error:
+                raise Violation(scope, [*trace(number), action], _reason(error)) from error
             mark = fingerprint(after)
             known = seen.get(mark)
             if known is None and len(seen) < max_states:

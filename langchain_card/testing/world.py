@@ -143,7 +143,7 @@ class World:
     @property
     def ended(self) -> bool:
         """Whether every request ended and nothing is under way."""
-        return len(self.finished) == self.scope.requests and not any(True for _ in self.plain_actions())
+        return len(self.finished) == self.scope.requests and next(self.plain_actions(), None) is None
 
     def prompt(self, request_id: int) -> tuple[int, ...]:
         """Each request has its own."""
@@ -356,10 +356,10 @@ class World:
 
     def _check_tree(self, state: RequestState) -> None:
         tree = state.tree
-        assert [tree.tokens[node] for node in tree.path[1:]] == state.output_ids
+        assert [tree.tokens[node] for node in tree.path[1:]] == state.output_ids, "the tree does not hold the answer"
         assert len(tree) - len(tree.path) <= 2 * self.core.limits.max_tree_nodes, "the tree has no bound"
         for source in state.sources.values():
-            assert source.credits <= self.core.limits.max_lead
+            assert source.credits <= self.core.limits.max_lead, "more leave than there may be lead"
         prefixes = {tree.root: (*state.request.prompt_ids, *state.output_ids)}
         for node in range(tree.root + 1, len(tree)):
             above = prefixes.get(tree.parents[node])
