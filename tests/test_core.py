@@ -20,6 +20,7 @@ from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import walk
 from langchain_card.testing import FixedPolicy
 
+
 def test_walk_follows_the_branch_that_the_target_chose() -> None:
     window = m.Window(0, 0, 5, token_ids=(1, 10, 11, 12, 13), parents=(m.ROOT, 0, 0, 2, 3))
     assert walk(window, (11, 0, 12, 13, 14)) == ([0, 2, 3, 4], [11, 12, 13, 14])
@@ -147,6 +148,7 @@ def test_a_full_queue_and_a_draining_engine_refuse() -> None:
     core = coordinator(max_queue=1)
     params = SamplingParams(max_tokens=4)
     assert core.handle(m.Submitted(Request(0, (1, 2), params), 0.0)) == []
+    assert core.handle(m.Submitted(Request(3, (1, 2), params), 0.0)) == [], "the first will not wait"
     (refused,) = core.handle(m.Submitted(Request(1, (1, 2), params), 0.0))
     assert isinstance(refused, m.Finish) and refused.reason is FinishReason.ERROR and "max_queue = 1" in refused.error
     core.handle(m.TargetReady(0.0))
@@ -180,7 +182,11 @@ def test_a_request_that_kills_the_target_fails_alone() -> None:
     verify = core.handle(m.TargetReady(0.1))[-1]
     assert isinstance(verify, m.Verify) and [w.request_id for w in verify.windows] == [0], "one at a time"
     finish = core.handle(m.WorkerDied(m.TARGET, 0.2))[-1]
-    assert isinstance(finish, m.Finish) and finish.request_id == 0 and "target died" in finish.error
+    assert (
+        isinstance(finish, m.Finish)
+        and finish.request_id == 0
+        and "the target failed with it (it gave none)" in finish.error
+    )
     core.handle(m.WorkerStarted(m.TARGET, 0.3))
     verify = core.handle(m.TargetReady(0.3))[-1]
     assert isinstance(verify, m.Verify) and verify.windows[0].request_id == 1

@@ -82,7 +82,9 @@ def test_explorer_replays_what_it_saw() -> None:
 def test_explorer_names_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     """A violation carries the actions that lead there, and they lead there again."""
     monkeypatch.setattr("langchain_card.core.coordinator.walk", lambda window, ids: ([0], [ids[0] + 1]))
-    with pytest.raises(Violation, match=r"not the target's \(scope 'draining', seed 3\); replay with actions = \[") as seen:
+    with pytest.raises(
+        Violation, match=r"not the target's \(scope 'draining', seed 3\); replay with actions = \["
+    ) as seen:
         run(scopes.EXHAUSTIVE[-1], RandomChooser(3), seed=3)
     with pytest.raises(AssertionError, match="not the target's"):
         replay(seen.value.scope, seen.value.actions)

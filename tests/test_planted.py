@@ -72,7 +72,9 @@ def test_planted_lost_proposal_shifts_the_numbering(monkeypatch: Patch) -> None:
     bad = replaced(SourceState.merge, "self.nodes += [DEAD] * (proposal.first - len(self.nodes))", "pass", sources)
     monkeypatch.setattr(SourceState, "merge", bad)
     monkeypatch.setattr(
-        SourceState, "_admits", replaced(SourceState._admits, "proposal.incarnation != self.incarnation", "False", sources)
+        SourceState,
+        "_admits",
+        replaced(SourceState._admits, "proposal.incarnation != self.incarnation", "False", sources),
     )
     caught("wrong prefix|out of range")
 
@@ -147,7 +149,7 @@ def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
 
 
 def test_planted_correction_not_cumulative(monkeypatch: Patch) -> None:
-    """A drafter that missed a correction is told the newest tokens as if it had not, and drafts under a wrong prefix."""
+    """A drafter that missed a correction is told the newest tokens as if it had not."""
     old = "tuple(state.output_ids[source.applied_len :])"
     bad = replaced(Coordinator._correct, old, "tuple(state.output_ids[-1:])", coordinator)
     monkeypatch.setattr(Coordinator, "_correct", bad)

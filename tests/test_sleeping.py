@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -27,7 +28,7 @@ def virtual(model: ToyModel, ratio: int, draft_ms: int, schedule: str, tokens: i
     target = ToyTarget(model, lambda rows: ratio * t_draft)
     drafter = ToyDrafter(model, step_time=lambda rows: t_draft)
     policy = Controller(shared_device=False, limits=LIMITS)
-    token_ids, stats = simulate(Request(0, PROMPT, params), target, drafter, policy, limits=LIMITS)
+    token_ids, stats = simulate(Request(0, PROMPT, params), target, drafter, policy, LIMITS)
     assert tuple(token_ids) == model.answer(PROMPT, tokens)
     return stats
 
@@ -74,7 +75,7 @@ def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int) -> None:
 
         query.window = window  # type: ignore[method-assign]
         engine.submit(PROMPT, max_tokens=60, schedule="parallel").result()
-    grown = [after - before for before, after in zip(seen, seen[1:-2])]  # noqa: B905  # at last the end is in sight
+    grown = [after - before for before, after in itertools.pairwise(seen[:-2])]  # at last the end is in sight
     print(f"layers grown in each step of the target, ratio {ratio}: {grown}")
     assert statistics.mean(grown) >= 0.8 * ratio
 
@@ -89,7 +90,7 @@ def test_sleeping_draft_that_stalls_holds_nobody_up() -> None:
             times.append(time.perf_counter())
             if count == 30:
                 engine.drafters[0].stall, stalled_at = 5.0, times[-1]
-        gaps = [later - earlier for earlier, later in zip(times, times[1:]) if later > stalled_at]  # noqa: B905
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times) if later > stalled_at]
         patience = engine.driver.coordinator.policy.patience("parallel")
     assert tuple(piece.token_id for piece in generation._taken) == model.answer(PROMPT, 110)
     print(f"longest gap between tokens while the draft stalls: {1e3 * max(gaps):.0f} ms; patience {1e3 * patience:.0f}")

@@ -76,8 +76,8 @@ class Coordinator:
                 return self._pause(request_id, paused)
             case m.WorkerStarted(worker):
                 return self._welcome(worker)
-            case m.WorkerDied(worker, now):
-                return self._lose(worker, now)
+            case m.WorkerDied(worker, now, reason):
+                return self._lose(worker, now, reason)
             case m.OutOfMemory(worker, request_ids, now):
                 return self._shrink(worker, request_ids, now)
             case m.Draining():
@@ -190,7 +190,7 @@ class Coordinator:
         refusal = ""
         if self.draining:
             refusal = "the engine takes no more requests: it is draining"
-        elif len(self.scheduler.waiting) >= self.limits.max_queue:
+        elif self.scheduler.is_full:
             refusal = f"max_queue = {self.limits.max_queue} requests wait already"
         elif self.workers.given_up(m.TARGET):
             refusal = "the target died too often"
@@ -253,7 +253,7 @@ class Coordinator:
             return []
         return [e for state in self.scheduler.running.values() for e in self._begin_drafting(worker, state)]
 
-    def _lose(self, worker: str, now: float) -> list[m.Effect]:
+    def _lose(self, worker: str, now: float, reason: str) -> list[m.Effect]:
         """A drafter costs speed; with the target all that runs goes back to wait, to be read again."""
         if worker not in self.workers:
             return []
@@ -270,7 +270,7 @@ class Coordinator:
             self.scheduler.put_back(state)
         doomed = [s for s in self.scheduler.waiting if restart_at is None or s.failures >= self.limits.max_failures]
         for state in doomed:
-            effects += self._finish(state, FinishReason.ERROR, now, "the target died while it worked on the request")
+            effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
         return effects
 
     def _shrink(self, worker: str, request_ids: Sequence[int], now: float) -> list[m.Effect]:

@@ -165,6 +165,7 @@ class WorkerDied:
 
     worker: str
     now: float
+    reason: str = "it gave none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +274,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """To the consumer: committed tokens.
-
-    Attributes:
-        sources: [n] the drafter that had proposed each token, or "" for the target's own.
-    """
+    """To the consumer: committed tokens, and by each the drafter that had proposed it, or ""."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -286,11 +283,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """To the consumer: the request ended.
-
-    Attributes:
-        error: why, when the reason is `FinishReason.ERROR`.
-    """
+    """To the consumer: the request ended; `error` says why when the reason is `FinishReason.ERROR`."""
 
     request_id: int
     reason: FinishReason

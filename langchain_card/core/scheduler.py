@@ -41,6 +41,11 @@ class Scheduler:
         self.running[state.request.request_id] = state
         return state
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one more request would have to wait behind `max_queue` others."""
+        return len(self.waiting) >= self.limits.max_queue + max(0, self.capacity - len(self.running))
+
     def put_back(self, state: RequestState) -> None:
         """Takes a running request's place away; it is the next to be admitted."""
         del self.running[state.request.request_id]

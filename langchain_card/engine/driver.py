@@ -59,9 +59,9 @@ class Driver:
         """Takes a drafter's proposal."""
         self.post(lambda now: m.Proposed(proposal, now))
 
-    def report_death(self, worker: str) -> None:
-        """A drafter died."""
-        self.post(lambda now: m.WorkerDied(worker, now))
+    def report_death(self, worker: str, error: BaseException) -> None:
+        """A drafter died of `error`."""
+        self.post(lambda now: m.WorkerDied(worker, now, repr(error)[:200]))
 
     def report_out_of_memory(self, worker: str, request_ids: tuple[int, ...]) -> None:
         """A drafter could not work for these requests."""
@@ -158,7 +158,7 @@ class Driver:
                 yield m.OutOfMemory(m.TARGET, request_ids, self._clock())
                 return
             log.exception("a target step failed for requests %s", request_ids)
-            yield m.WorkerDied(m.TARGET, self._clock())
+            yield m.WorkerDied(m.TARGET, self._clock(), repr(error)[:200])
         else:
             for verdict in verdicts:
                 yield m.Verified(verdict, self._clock())

@@ -217,9 +217,7 @@ def _transport(make: Callable[[], Drafter], driver: Driver, *, threads: ThreadPl
         (lambda schedule: use_threads(threads.draft(schedule))) if drafter.paced else lambda _: None,
     )
 
-    def on_death(_: BaseException) -> None:
-        driver.report_death(drafter.name)
-
+    on_death = functools.partial(driver.report_death, drafter.name)
     if drafter.paced:
         return ThreadTransport(worker, name=f"card-{drafter.name}", on_death=on_death)
     return InlineTransport(worker, on_death=on_death)

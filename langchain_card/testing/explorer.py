@@ -1,8 +1,8 @@
 """`Explorer`: drives a `World` through many orders of events, or through all of them.
 
-Four choosers: every order (`exhaust`), and for one run at a time a random one, one by priorities that change a few times
-(PCT: finds bugs that need few, rare preemptions; Burckhardt et al., ASPLOS 2010), and a recorded one. A failure names the
-scope, the seed and the actions, and `replay` repeats it.
+Four choosers: every order (`exhaust`), and for one run at a time a random one, one by priorities that change a few
+times (PCT: finds bugs that need few, rare preemptions; Burckhardt et al., ASPLOS 2010), and a recorded one. A failure
+names the scope, the seed and the actions, and `replay` repeats it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RandomChooser:
 
 
 class PriorityChooser:
-    """Gives every kind of action on every worker a priority and takes the highest; `changes` times one drops to the end.
+    """Gives every action a priority and takes the highest; `changes` times the one taken drops to the end.
 
     Args:
         seed: of the priorities.
@@ -111,7 +111,7 @@ def run(scope: Scope, chooser: Chooser, *, max_actions: int = 100_000, seed: int
     Raises:
         Violation: an invariant broke, nothing could happen before the end, or the end did not come.
     """
-    world, done = World(scope), []
+    world, done = World(scope), list[Action]()
     for _ in range(max_actions):
         if len(world.finished) == scope.requests and world.ended:
             return world
@@ -139,7 +139,7 @@ def replay(scope: Scope, actions: Sequence[Action]) -> World:
 
 
 def exhaust(scope: Scope, *, max_states: int = 10_000_000) -> Coverage:
-    """Tries every order of everything that can happen, depth first, and checks that an end is reachable from all states.
+    """Tries every order of everything that can happen; checks that an end can be reached from every state.
 
     Raises:
         Violation: an invariant broke, or from some state no end can be reached.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from langchain_card.core import messages as m
-from langchain_card.core.candidates import DEAD
+from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.request import RequestState
 from langchain_card.core.sources import SourceState
-from langchain_card.testing.world import Draft, World, canonical
+from langchain_card.testing.process import Draft
+from langchain_card.testing.world import World
 
 
 def fingerprint(world: World) -> int:
@@ -46,7 +47,7 @@ def _is_awaited(states: dict[int, RequestState], verdict: m.Verdict) -> bool:
 
 
 def _request(state: RequestState) -> Any:
-    tree, number = state.tree, canonical(state.tree)
+    tree, number = state.tree, _canonical(state.tree)
     live = [node for node in range(tree.root + 1, len(tree)) if number.get(node, DEAD) >= 0]
     window = state.window
     return (
@@ -103,3 +104,10 @@ def _command(command: Any) -> Any:
             return ("grow", request_id, widths)
         case m.End(_, request_id):
             return ("end", request_id)
+
+
+def _canonical(tree: CandidateTree) -> dict[int, int]:
+    """Number of each node that can still matter: committed ones from -2 downwards, live candidates from 0 upwards."""
+    number = {node: -2 - depth for depth, node in enumerate(tree.path)}
+    live = (node for node in range(tree.root + 1, len(tree)) if tree.is_alive(node))
+    return number | {node: i for i, node in enumerate(live)} | {DEAD: DEAD}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Policy
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import Request, RequestStats
+from langchain_card.testing.process import Draft
 from langchain_card.testing.toy import ToyDrafter, ToyTarget
-from langchain_card.testing.world import Draft
 
 
 class SimulatedDraft:
@@ -52,20 +53,21 @@ class SimulatedDraft:
 
 
 def simulate(
-    request: Request, target: ToyTarget, drafter: ToyDrafter, policy: Policy, **limits: Any
+    request: Request, target: ToyTarget, drafter: ToyDrafter, policy: Policy, limits: Limits
 ) -> tuple[list[int], RequestStats]:
     """One answer on two devices with a clock of its own.
 
     Args:
         request: what to write.
-        target, drafter: with their step times.
+        target: with its step times.
+        drafter: with its step times.
         policy: of the coordinator.
-        limits: a `Limits` as `limits`.
+        limits: of the coordinator.
 
     Returns:
         Tokens and statistics, in virtual seconds.
     """
-    core = Coordinator([Source(drafter.name, paced=True)], limits["limits"], policy)
+    core = Coordinator([Source(drafter.name, paced=True)], limits, policy)
     draft, now, tokens = SimulatedDraft(drafter), 0.0, list[int]()
     events: list[m.Event] = [m.Submitted(request, now)]
     while True:

@@ -8,16 +8,16 @@ the invariants. Who chooses is an explorer (`testing.explorer`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from langchain_card.config import Limits, Schedule
 from langchain_card.core import messages as m
-from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, RequestState, SamplingParams
-from langchain_card.ports import Budget
+from langchain_card.testing import invariants
+from langchain_card.testing.process import Draft
 from langchain_card.testing.toy import FixedPolicy, ToyDrafter, ToyModel, ToyTarget
 
 Action: TypeAlias = tuple[Any, ...]
@@ -55,51 +55,6 @@ class Scope:
     )
     widths: tuple[int, ...] = (1,)
     faults: Mapping[str, int] = field(default_factory=dict)
-
-
-class Draft:
-    """A drafter's worker, its process and its two channels."""
-
-    def __init__(self, drafter: ToyDrafter) -> None:
-        self.drafter = drafter
-        self.alive = True
-        self.begun: dict[int, m.Begin] = {}
-        self.leave: dict[int, tuple[int, ...]] = {}
-        self.inbox: list[Any] = []
-        self.outbox: list[m.Proposal] = []
-
-    def copy(self) -> Draft:
-        copied = Draft(self.drafter.copy())
-        copied.alive, copied.begun, copied.leave = self.alive, self.begun.copy(), self.leave.copy()
-        copied.inbox, copied.outbox = self.inbox.copy(), self.outbox.copy()
-        return copied
-
-    def handle(self, command: Any) -> None:
-        """As `engine.draft_worker` does."""
-        match command:
-            case m.Begin(_, request):
-                self.begun[request.request_id], self.leave[request.request_id] = command, ()
-                self.drafter.begin(request, command.output_ids)
-            case m.Correct(_, request_id, start, token_ids) if request_id in self.begun:
-                self.leave[request_id] = ()
-                self.drafter.correct(request_id, start, token_ids)
-            case m.Grow(_, request_id, widths) if request_id in self.begun:
-                self.leave[request_id] += widths
-            case m.End(_, request_id) if request_id in self.begun:
-                del self.begun[request_id], self.leave[request_id]
-                self.drafter.end(request_id)
-
-    def step(self, request_id: int) -> None:
-        width, self.leave[request_id] = self.leave[request_id][0], self.leave[request_id][1:]
-        for proposal in self.drafter.step([Budget(request_id, width)]):
-            if not proposal.token_ids:
-                self.leave[request_id] = ()
-            self.outbox.append(replace(proposal, incarnation=self.begun[request_id].incarnation))
-
-    def die(self) -> None:
-        """What was sent may still arrive."""
-        self.alive, self.begun, self.leave, self.inbox = False, {}, {}, []
-        self.drafter.close()
 
 
 class World:
@@ -220,7 +175,7 @@ class World:
         if kind in self.faults:
             self.faults[kind] -= 1
         getattr(self, "_" + kind.replace(" ", "_"))(*action[1:])
-        self.check()
+        invariants.check(self)
 
     def tell(self, event: m.Event) -> None:
         """Hands an event to the core and carries its effects out."""
@@ -230,7 +185,7 @@ class World:
                 case m.Verify(windows):
                     self.windows = windows
                     for window in windows:
-                        self._check_window(window)
+                        invariants.check_window(self, window)
                 case m.Emit(request_id, tokens):
                     assert request_id not in self.finished, "tokens after the end"
                     self.emitted[request_id] += tokens
@@ -314,7 +269,7 @@ class World:
     def _out_of_memory(self, name: str) -> None:
         draft = self.drafts[name]
         request_ids = tuple(request_id for request_id, widths in draft.leave.items() if widths)
-        draft.leave = {request_id: () for request_id in draft.leave}
+        draft.leave = dict.fromkeys(draft.leave, ())
         self.tell(m.OutOfMemory(name, request_ids, 0.0))
 
     def _target_out_of_memory(self) -> None:
@@ -333,52 +288,3 @@ class World:
 
     def _drain(self) -> None:
         self.tell(m.Draining(0.0))
-
-    # What must hold after every event.
-
-    def check(self) -> None:
-        """The invariants of docs/architecture.md."""
-        limits, scheduler = self.core.limits, self.core.scheduler
-        for request_id, tokens in self.emitted.items():
-            assert tokens == self.answers[request_id][: len(tokens)], "a token is not the target's"
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
-        assert len(self.emitted) == running + waiting + len(self.finished), "a request was lost"
-        assert scheduler.ended == len(self.finished)
-        assert running <= limits.max_num_seqs and waiting <= limits.max_queue + limits.max_num_seqs
-        for state in self._states():
-            assert tuple(state.output_ids) == self.emitted[state.request.request_id], "committed is not what was emitted"
-            self._check_tree(state)
-        held = set(self.target.held) if self.target is not None else set()
-        assert held <= set(scheduler.running), "an ended request holds KV"
-        if self.ended:
-            assert not held, "an ended request holds KV"
-            assert not any(draft.drafter.trees or draft.begun for draft in self.drafts.values()), "a draft holds KV"
-
-    def _check_tree(self, state: RequestState) -> None:
-        tree = state.tree
-        assert [tree.tokens[node] for node in tree.path[1:]] == state.output_ids, "the tree does not hold the answer"
-        assert len(tree) - len(tree.path) <= 2 * self.core.limits.max_tree_nodes, "the tree has no bound"
-        for source in state.sources.values():
-            assert source.credits <= self.core.limits.max_lead, "more leave than there may be lead"
-        prefixes = {tree.root: (*state.request.prompt_ids, *state.output_ids)}
-        for node in range(tree.root + 1, len(tree)):
-            above = prefixes.get(tree.parents[node])
-            if above is not None:
-                proposed = self.model.candidates(above, self.numbers[tree.sources[node]])
-                assert any(tree.tokens[node] == token for token, _ in proposed), "a candidate under a wrong prefix"
-                prefixes[node] = (*above, tree.tokens[node])
-
-    def _check_window(self, window: m.Window) -> None:
-        state = self.core.scheduler.running[window.request_id]
-        assert window is state.window and len(window.token_ids) <= self.core.limits.max_window
-        last = state.output_ids[-1] if state.output_ids else state.request.prompt_ids[-1]
-        assert window.token_ids[0] == last, "the window does not start at the last committed token"
-        left = state.request.params.max_tokens - len(state.output_ids)
-        assert len(window.token_ids) <= left, "more rows than tokens that may follow"
-
-
-def canonical(tree: CandidateTree) -> dict[int, int]:
-    """Number of each node that can still matter: committed ones from -2 downwards, live candidates from 0 upwards."""
-    number = {node: -2 - depth for depth, node in enumerate(tree.path)}
-    live = (node for node in range(tree.root + 1, len(tree)) if tree.is_alive(node))
-    return number | {node: i for i, node in enumerate(live)} | {DEAD: DEAD}
