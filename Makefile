@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format bench notebooks clean
+.PHONY: help setup demo test test-slow explore check format bench notebooks clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ test: setup ## the tests (first time: 93 MB to download; about 10 minutes on two
 
 test-slow: setup ## the tests that need the 1.5B pair (about an hour on two cores)
 	@$(BIN)/python -m pytest -m slow
+
+explore: setup ## many more interleavings, schedules and tokens than `make test` (about two hours on two cores)
+	@CARD_EXPLORE=1 $(BIN)/python -m pytest -s -k "explor or planted or invariant or exact"
 
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check .

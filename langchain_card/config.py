@@ -30,7 +30,13 @@ class Limits:
         max_num_seqs: requests decoded at once.
         max_window: rows of one verification, the last committed token included.
         max_lead: candidate depth at which a drafter pauses.
-        max_tree_nodes: live candidates per request before dead ones are swept out.
+        max_draft_width: candidates that one step of a draft on its own device expands at most.
+        max_tree_nodes: candidates per request; dead ones are swept out beyond it, more than twice as many refused.
+        max_unread: tokens that may wait for a slow consumer before its request is paused.
+        max_failures: target steps in a row that may fail with one request before it fails.
+        max_deaths: deaths of one worker within `deaths_seconds` before it is given up.
+        deaths_seconds: see `max_deaths`.
+        restart_seconds: pause before a worker that died starts again; doubles with every further death.
     """
 
     max_output_tokens: int = 32_768
@@ -40,7 +46,13 @@ class Limits:
     max_num_seqs: int = 1
     max_window: int = 16
     max_lead: int = 16
+    max_draft_width: int = 4
     max_tree_nodes: int = 1024
+    max_unread: int = 1024
+    max_failures: int = 2
+    max_deaths: int = 5
+    deaths_seconds: float = 60.0
+    restart_seconds: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)

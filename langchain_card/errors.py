@@ -96,3 +96,12 @@ class EngineClosedError(EngineError):
 
 class GenerationTimeoutError(EngineError):
     """The answer took longer than it was allowed to; the request was aborted."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for want of memory: torch names it on GPUs, its CPU allocator says it in words."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
+from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal, Verdict, Window
+from langchain_card.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Drafter(Protocol):
     name: str
     paced: bool
 
-    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
-        """A request starts; nothing need be computed yet."""
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        """A request starts, or goes on with the answer so far; nothing need be computed yet."""
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """The answer's tokens from `start` on are `token_ids`; may repeat what was said before."""
@@ -47,6 +48,23 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Frees everything."""
+
+
+class Target(Protocol):
+    """Verifies windows and owns the sequences' KV. Called by one thread."""
+
+    def begin(self, begin: Begin) -> None:
+        """Opens a sequence; nothing need be computed yet."""
+
+    def verify(self, windows: Sequence[Window]) -> list[Verdict]:
+        """The target's own token after every row of every window.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: not enough memory; the sequences are as they were.
+        """
+
+    def end(self, request_id: int) -> None:
+        """Frees a sequence; unknown ids are ignored."""
 
 
 DraftCommand: TypeAlias = Begin | Correct | Grow | End

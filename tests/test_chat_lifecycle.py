@@ -224,15 +224,20 @@ def test_a_process_may_end_while_an_answer_is_written(toy: dict[str, Any]) -> No
         subprocess.run([sys.executable, "-c", code, toy["model"]], timeout=60, check=True)
 
 
-def test_a_failing_target_fails_every_request_and_hangs_none(
-    model: CARDChatModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "words"), [(RuntimeError("planted"), "planted"), (MemoryError("planted"), "out of memory")]
+)
+def test_a_target_that_always_fails_hangs_nobody_and_recovers(
+    model: CARDChatModel, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
-    model.load()
+    wanted = model.invoke("hi").content
 
     def broken(*_: Any) -> Any:
-        raise MemoryError("planted")
+        raise error
 
-    monkeypatch.setattr(TargetWorker, "verify", broken)
-    for _ in range(2):
-        with pytest.raises(EngineError, match="planted"):
-            model.invoke("hi")
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetWorker, "verify", broken)
+        for _ in range(2):
+            with pytest.raises(EngineError, match=words):
+                model.invoke("hi")
+    assert model.invoke("hi").content == wanted

@@ -1,10 +1,12 @@
-"""The pure core: tree, walk, and the protocol under random schedules with lost and repeated messages."""
+"""The pure core, part by part. Its behaviour under every interleaving: test_explorer.py and test_planted.py."""
 
 from __future__ import annotations
 
 import math
-import random
+import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -12,222 +14,11 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.controller import Controller, CostModel
-from langchain_card.core.coordinator import Coordinator, Source
+from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import walk
-from langchain_card.ports import Budget
-
-VOCAB, EOS, SEEDS = 5, 99, 40
-
-
-def target_token(prefix: Sequence[int]) -> int:
-    """A target whose choice depends on the whole prefix, so that a candidate under a wrong prefix shows."""
-    state = 7
-    for token in prefix:
-        state = (state * 31 + token * 17 + 3) % 10_007
-    return state % VOCAB
-
-
-def reference(prompt: Sequence[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(target_token(tokens))
-    return tokens[len(prompt) :]
-
-
-class ToyDrafter:
-    """Knows the target's token with a chance, adds a wrong sibling, and checks that its own prefix is right."""
-
-    name, paced = "toy", True
-
-    def __init__(self, rng: random.Random, chance: float) -> None:
-        self.rng, self.chance = rng, chance
-        self.requests: dict[int, dict] = {}
-
-    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
-        self.requests[request_id] = {"prompt": list(prompt_ids), "out": [], "epoch": -1}
-        self._restart(self.requests[request_id])
-
-    def _restart(self, r: dict) -> None:
-        r.update(epoch=r["epoch"] + 1, base=len(r["out"]), parents=[-1], tokens=[None], open=[0], root=0)
-
-    def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        r = self.requests.get(request_id)
-        if r is None or len(r["out"]) < start:
-            return
-        for token in token_ids[len(r["out"]) - start :]:
-            r["out"].append(token)
-            child = [n for n, p in enumerate(r["parents"]) if p == r["root"] and r["tokens"][n] == token]
-            if child and self.rng.random() < 0.9:
-                r["root"] = child[0]
-            else:
-                self._restart(r)
-
-    def _prefix(self, r: dict, node: int) -> list[int]:
-        tokens = []
-        while node:
-            tokens.append(r["tokens"][node])
-            node = r["parents"][node]
-        return r["prompt"] + r["out"][: r["base"]] + tokens[::-1]
-
-    def step(self, budgets: Sequence[Budget]) -> list[m.Proposal]:
-        return [self._step(b.request_id) for b in budgets if b.request_id in self.requests]
-
-    def _step(self, request_id: int) -> m.Proposal:
-        r = self.requests[request_id]
-        node = r["open"].pop(0) if r["open"] else 0
-        right = target_token(self._prefix(r, node))
-        wrong = (right + 1 + self.rng.randrange(VOCAB - 1)) % VOCAB
-        tokens = [right, wrong] if self.rng.random() < self.chance else [wrong]
-        first = len(r["tokens"])
-        for token in tokens:
-            r["open"].append(len(r["tokens"]))
-            r["parents"].append(node)
-            r["tokens"].append(token)
-        scores = tuple(-0.1 - self.rng.random() for _ in tokens)
-        return m.Proposal(
-            self.name, request_id, r["epoch"], r["root"], len(r["out"]), first, (node,) * len(tokens),
-            tuple(tokens), scores, (node,), 0.01,
-        )  # fmt: skip
-
-    def end(self, request_id: int) -> None:
-        self.requests.pop(request_id, None)
-
-
-class Simulation:
-    """Completes effects in random order, loses and repeats messages, and checks the invariants after every event."""
-
-    def __init__(self, seed: int, schedule: str, chance: float, limits: Limits | None = None) -> None:
-        self.rng = random.Random(seed)
-        self.limits = limits or Limits(max_num_seqs=2, max_window=6, max_tree_nodes=40)
-        self.drafter = ToyDrafter(self.rng, chance)
-        self.core = Coordinator([Source("toy", True)], self.limits, Controller(shared_device=False))
-        self.schedule, self.now = schedule, 0.0
-        self.to_draft: list[m.Effect] = []
-        self.to_core: list[m.Proposal] = []
-        self.windows: list[m.Window] = []
-        self.verdicts: list[m.Verdict] = []
-        self.kept: dict[int, list[int]] = {}
-        self.last: dict[int, m.Window] = {}
-        self.prompts: dict[int, tuple[int, ...]] = {}
-        self.emitted: dict[int, list[int]] = {}
-        self.finished: dict[int, FinishReason] = {}
-
-    def submit(self, request_id: int, prompt: tuple[int, ...], max_tokens: int) -> None:
-        params = SamplingParams(max_tokens=max_tokens, schedule=self.schedule)  # type: ignore[arg-type]
-        self.prompts[request_id], self.emitted[request_id] = prompt, []
-        self.handle(m.Submitted(Request(request_id, prompt, params, (EOS,)), self.now))
-
-    def handle(self, event: m.Event) -> None:
-        for effect in self.core.handle(event):
-            match effect:
-                case m.Verify(windows):
-                    self.windows += windows
-                case m.Emit(request_id, tokens):
-                    self.emitted[request_id] += tokens
-                case m.Finish(request_id, reason):
-                    assert request_id not in self.finished, "ended twice"
-                    self.finished[request_id] = reason
-                case m.Wait(until):
-                    self.now = max(self.now, until) if self.rng.random() < 0.3 else self.now
-                case _:
-                    self.to_draft.append(effect)
-        self.check()
-
-    def check(self) -> None:
-        for request_id, tokens in self.emitted.items():
-            assert tokens == reference(self.prompts[request_id], len(tokens)), "a token is not the target's"
-        for state in self.core.scheduler.running.values():
-            tree, prompt = state.tree, state.request.prompt_ids
-            assert [tree.tokens[n] for n in tree.path[1:]] == state.output_ids
-            assert len(tree) <= len(tree.path) + 2 * self.limits.max_tree_nodes
-            for name, source in state.sources.items():
-                r = self.drafter.requests.get(state.request.request_id)
-                if r is None or r["epoch"] != source.epoch:
-                    continue
-                for number, node in enumerate(source.nodes):
-                    if node != DEAD and tree.is_alive(node):
-                        seen = []
-                        while node != tree.path[0]:
-                            seen.append(tree.tokens[node])
-                            node = tree.parents[node]
-                        assert list(prompt) + seen[::-1] == self.drafter._prefix(r, number), (name, "wrong prefix")
-
-    def verify(self, window: m.Window) -> None:
-        kept = self.kept.setdefault(window.request_id, list(self.prompts[window.request_id][:-1]))
-        last = self.last.get(window.request_id)
-        kept += [last.token_ids[row] for row in window.kept_rows] if last is not None else []
-        assert len(kept) == window.start_position, "the target's KV does not end where the window starts"
-        self.last[window.request_id] = window
-        if self.verdicts and self.rng.random() < 0.1:  # an old verdict, repeated while a window is in flight
-            self.handle(m.Verified(self.rng.choice(self.verdicts), self.now))
-        prefixes: list[list[int]] = []
-        for token, parent in zip(window.token_ids, window.parents):  # noqa: B905
-            prefixes.append([*(kept if parent == m.ROOT else prefixes[parent]), token])
-        verdict = m.Verdict(window.request_id, window.step_id, tuple(map(target_token, prefixes)), 0.03)
-        self.handle(m.Verified(verdict, self.now))
-        self.verdicts.append(verdict)
-
-    def deliver(self, command: m.Effect) -> None:
-        match command:
-            case m.Begin(request):
-                self.drafter.begin(request.request_id, request.prompt_ids)
-            case m.End(request_id):
-                self.drafter.end(request_id)
-            case m.Correct(_, request_id, start, tokens):
-                for _ in range(self.rng.choice((0, 1, 1, 1, 2))):  # lost, delivered, repeated
-                    self.drafter.correct(request_id, start, tokens)
-            case m.Grow(_, request_id, steps):
-                for _ in range(min(steps, 4)):
-                    self.to_core += self.drafter.step([Budget(request_id)])
-
-    def step(self) -> None:
-        """One side does some of what it has to do."""
-        self.now += self.rng.random() * 0.02
-        choice = self.rng.random()
-        if choice < 0.35 and self.to_draft:
-            for command in self.to_draft[: (n := self.rng.randint(1, 8))]:
-                self.deliver(command)
-            del self.to_draft[:n]
-        elif choice < 0.65 and self.to_core:
-            if self.rng.random() < 0.1:
-                self.rng.shuffle(self.to_core)
-            for proposal in self.to_core[: (n := self.rng.randint(1, 8))]:
-                for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
-                    self.handle(m.Proposed(proposal, self.now))
-            del self.to_core[:n]
-        elif self.windows:
-            self.verify(self.windows.pop(0))
-        else:
-            self.handle(m.TargetReady(self.now))
-
-
-@pytest.mark.parametrize("schedule", ["plain", "sequential", "parallel"])
-def test_invariants_hold_under_random_schedules(schedule: str) -> None:
-    accepted = hits = rounds = dropped = 0
-    for seed in range(SEEDS):
-        sim = Simulation(seed, schedule, chance=random.Random(seed).choice((0.3, 0.7, 0.95)))
-        for request_id in range(3):
-            sim.submit(request_id, tuple(random.Random(seed + request_id).choices(range(VOCAB), k=4)), 40)
-        stats = {}
-        for _ in range(5000):
-            stats |= {k: s.stats for k, s in sim.core.scheduler.running.items()}
-            if len(sim.finished) == 3:
-                break
-            sim.step()
-        assert set(sim.finished.values()) == {FinishReason.LENGTH}, f"seed {seed}: no end was reached"
-        assert all(len(tokens) == 40 for tokens in sim.emitted.values())
-        assert sim.core.idle and sim.core.scheduler.ended == 3
-        accepted += sum(s.accepted for s in stats.values())
-        hits += sum(s.hits for s in stats.values())
-        rounds += sum(s.rounds for s in stats.values())
-        dropped += sum(s.dropped for s in stats.values())
-    if schedule == "plain":
-        assert accepted == 0 and rounds == SEEDS * 3 * 40
-    else:
-        assert accepted > rounds * 0.05 and hits > 0 and rounds < SEEDS * 3 * 38
-    if schedule == "parallel":
-        assert dropped > 0, "no proposal ever came too late: the fence was not tested"
+from langchain_card.testing import FixedPolicy
 
 
 def test_walk_follows_the_branch_that_the_target_chose() -> None:
@@ -268,7 +59,10 @@ def run_round(core: Coordinator, target_ids: Sequence[int], now: float) -> list[
 
 
 def propose(core: Coordinator, tokens: Sequence[int], epoch: int, base: int) -> None:
-    chain = m.Proposal("toy", 0, epoch, 0, base, 1, tuple(range(len(tokens))), tuple(tokens), (-0.1,) * len(tokens))
+    scores = (-0.1,) * len(tokens)
+    incarnation = core.scheduler.running[0].sources["toy"].incarnation
+    parents = tuple(range(len(tokens)))
+    chain = m.Proposal("toy", 0, epoch, 0, base, 1, parents, tuple(tokens), scores, incarnation=incarnation)
     core.handle(m.Proposed(chain, 0.0))
 
 
@@ -314,7 +108,7 @@ def test_a_dead_drafter_ends_the_wait_at_once() -> None:
     run_round(core, [5], 0.0)
     effects = core.handle(m.TargetReady(1.0))
     assert isinstance(effects[0], m.Grow) and isinstance(effects[1], m.Wait)
-    core.handle(m.SourceDied("toy", 1.1))
+    core.handle(m.WorkerDied("toy", 1.1))
     assert isinstance(core.handle(m.TargetReady(1.2))[0], m.Verify)
 
 
@@ -348,3 +142,132 @@ def test_a_window_is_as_wide_as_its_rows_pay() -> None:
     assert costs.best_width([0.9, 0.05, 0.05, 0.05]) == 3, "rows are nearly free up to the knee"
     assert costs.best_width([0.9, 0.8, 0.7, 0.6, 0.5, 0.1]) == 5, "behind it they must pay"
     assert costs.best_width([0.01]) == 0
+
+
+def test_a_full_queue_and_a_draining_engine_refuse() -> None:
+    core = coordinator(max_queue=1)
+    params = SamplingParams(max_tokens=4)
+    assert core.handle(m.Submitted(Request(0, (1, 2), params), 0.0)) == []
+    assert core.handle(m.Submitted(Request(3, (1, 2), params), 0.0)) == [], "the first will not wait"
+    (refused,) = core.handle(m.Submitted(Request(1, (1, 2), params), 0.0))
+    assert isinstance(refused, m.Finish) and refused.reason is FinishReason.ERROR and "max_queue = 1" in refused.error
+    core.handle(m.TargetReady(0.0))
+    core.handle(m.Draining(0.0))
+    (refused,) = core.handle(m.Submitted(Request(2, (1, 2), params), 0.0))
+    assert isinstance(refused, m.Finish) and "draining" in refused.error
+    assert list(core.scheduler.running) == [0], "what was taken goes on"
+
+
+def test_a_worker_that_dies_too_often_is_given_up() -> None:
+    core = coordinator(max_deaths=2, restart_seconds=0.5)
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9)), 0.0))
+    restarts = []
+    for now in (1.0, 2.0, 3.0):
+        restarts += [e.at for e in core.handle(m.WorkerDied("toy", now)) if isinstance(e, m.Restart)]
+        core.handle(m.WorkerStarted("toy", now + 0.9)) if len(restarts) else None
+        assert core.handle(m.WorkerDied("nobody", now)) == []
+    assert restarts == [1.5, 3.0], "half a second, then one, then no more"
+    assert isinstance(core.handle(m.TargetReady(9.0))[-1], m.Verify), "the request goes on without it"
+
+
+def test_a_request_that_kills_the_target_fails_alone() -> None:
+    core = coordinator(max_num_seqs=2)
+    for i in range(2):
+        core.handle(m.Submitted(Request(i, (1, 2), SamplingParams(max_tokens=9)), 0.0))
+    verify = core.handle(m.TargetReady(0.0))[-1]
+    assert isinstance(verify, m.Verify) and len(verify.windows) == 2
+    assert core.handle(m.WorkerDied(m.TARGET, 0.0))[0] == m.Restart(m.TARGET, 0.1)
+    assert core.handle(m.TargetReady(0.05)) == [m.Wait(math.inf)], "there is no target"
+    core.handle(m.WorkerStarted(m.TARGET, 0.1))
+    verify = core.handle(m.TargetReady(0.1))[-1]
+    assert isinstance(verify, m.Verify) and [w.request_id for w in verify.windows] == [0], "one at a time"
+    finish = core.handle(m.WorkerDied(m.TARGET, 0.2))[-1]
+    assert (
+        isinstance(finish, m.Finish)
+        and finish.request_id == 0
+        and "the target failed with it (it gave none)" in finish.error
+    )
+    core.handle(m.WorkerStarted(m.TARGET, 0.3))
+    verify = core.handle(m.TargetReady(0.3))[-1]
+    assert isinstance(verify, m.Verify) and verify.windows[0].request_id == 1
+    core.handle(m.Verified(m.Verdict(1, verify.windows[0].step_id, (7,), 0.1), 0.4))
+    assert core.scheduler.running[1].failures == 0
+
+
+def test_out_of_memory_puts_the_youngest_back_and_fails_one_alone() -> None:
+    core = coordinator(max_num_seqs=2)
+    for i in range(2):
+        core.handle(m.Submitted(Request(i, (1, 2), SamplingParams(max_tokens=9)), 0.0))
+    core.handle(m.TargetReady(0.0))
+    core.handle(m.OutOfMemory(m.TARGET, (0, 1), 0.0))
+    assert list(core.scheduler.running) == [0] and core.scheduler.capacity == 1
+    for _ in range(2):
+        verify = core.handle(m.TargetReady(0.1))[-1]
+        assert isinstance(verify, m.Verify) and len(verify.windows[0].token_ids) == 1
+        effects = core.handle(m.OutOfMemory(m.TARGET, (0,), 0.1))
+    assert isinstance(effects[-1], m.Finish) and "out of memory" in effects[-1].error
+    core.handle(m.TargetReady(0.2))
+    assert list(core.scheduler.running) == [1] and core.scheduler.capacity == 2
+
+
+def test_malformed_proposals_change_nothing() -> None:
+    core = coordinator()
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9)), 0.0))
+    run_round(core, [5], 0.0)
+    source = core.scheduler.running[0].sources["toy"]
+    good = m.Proposal("toy", 0, 0, 0, 1, 1, (0,), (7,), (-0.1,), (0,), incarnation=source.incarnation)
+    bad = [
+        {"incarnation": 0}, {"root": -1}, {"root": 5}, {"applied_len": 2}, {"applied_len": -1}, {"first": 0},
+        {"first": 10**9}, {"parents": (1,)}, {"parents": (-1,)}, {"parents": ()}, {"scores": ()}, {"expanded": (2,)},
+        {"expanded": (-1,)}, {"request_id": 9}, {"source": "nobody"},
+    ]  # fmt: skip
+    for fields in bad:
+        core.handle(m.Proposed(replace(good, **fields), 0.0))  # type: ignore[arg-type]
+    assert core.stale == len(bad) and core.scheduler.running[0].tree.lead() == 0
+    core.handle(m.Proposed(good, 0.0))
+    assert core.scheduler.running[0].tree.lead() == 1
+
+
+def test_a_full_round_takes_less_than_a_millisecond() -> None:
+    """Eight proposals of 32 nodes, a walk, a re-rooting, a query of 64 of 640 nodes; the median is printed."""
+    limits = Limits(max_window=64, max_tree_nodes=1024)
+    times = []
+    for _ in range(30):
+        core, proposals, verdict = big_round(limits)
+        started = time.perf_counter()
+        for proposal in proposals:
+            core.handle(m.Proposed(proposal, 1.0))
+        core.handle(m.Verified(verdict, 1.0))
+        core.handle(m.TargetReady(1.0))
+        times.append(time.perf_counter() - started)
+        state = core.scheduler.running[0]
+        assert state.window is not None and len(state.window.token_ids) == 64
+        assert len(state.output_ids) > 10 and state.stats.hits == 1
+    print(f"one round of the core: median {1e3 * statistics.median(times):.2f} ms")
+    assert statistics.median(times) < 0.003, "the goal is 1 ms on a quiet core; this catches what is far off"
+
+
+def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]:
+    """A core with 384 nodes in its tree and a window in flight, 256 more on their way, and the verdict."""
+    core = Coordinator([Source("toy", True)], limits, FixedPolicy())  # type: ignore[arg-type]
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=900, schedule="parallel")), 0.0))
+    run_round(core, [5], 0.0)
+    incarnation = core.scheduler.running[0].sources["toy"].incarnation
+
+    def grow(number: int) -> m.Proposal:
+        """Nodes 4, 9, 14, ... make one long path; each has five children."""
+        nodes = range(1 + 32 * number, 33 + 32 * number)
+        parents = tuple(0 if node == 1 else max(1, node - 1 - node % 5) for node in nodes)
+        return m.Proposal(
+            "toy", 0, 0, 0, 1, nodes[0], parents, tuple(10 + node for node in nodes), (-0.05,) * 32,
+            tuple(sorted(set(parents))), incarnation=incarnation,
+        )  # fmt: skip
+
+    for number in range(12):
+        core.handle(m.Proposed(grow(number), 0.5))
+    verify = core.handle(m.TargetReady(0.6))[-1]
+    assert isinstance(verify, m.Verify)
+    window = verify.windows[0]
+    follow = {5: 11, 11: 14} | {token: token + 5 for token in range(14, 400, 5)}  # the target goes along the path
+    ids = tuple(follow.get(token, 3) for token in window.token_ids)
+    return core, [grow(number) for number in range(12, 20)], m.Verdict(0, window.step_id, ids, 0.1)

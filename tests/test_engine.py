@@ -17,10 +17,12 @@ from transformers import AutoTokenizer
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import (
     ContextOverflowError,
     DeviceError,
     EngineBusyError,
+    EngineClosedError,
     InvalidInputError,
     VocabularyMismatchError,
 )
@@ -166,6 +168,38 @@ def test_a_draft_that_dies_costs_speed_only(
         assert engine.submit(PROMPT, params).result().token_ids == wanted
         assert len(calls) == 4
         assert engine.submit(PROMPT, params).result().token_ids == wanted, "and the next request goes on without it"
+
+
+@pytest.mark.parametrize("schedule", ["plain", "sequential", "parallel"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_target_that_fails_in_the_middle_goes_on_exactly(
+    pair: tuple[str, str], schedule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made anew and reads its own answer again; the words stay what they were."""
+    params = SamplingParams(max_tokens=60, temperature=temperature, seed=3, schedule=schedule)  # type: ignore[arg-type]
+    with Engine(config(pair)) as engine:
+        wanted = engine.submit(PROMPT, params).result().token_ids
+        verify, calls = TargetWorker.verify, []
+
+        def failing(self: TargetWorker, windows: Any) -> Any:
+            calls.append(windows)
+            if len(calls) in (5, 9):
+                raise torch.OutOfMemoryError("planted") if len(calls) == 9 else RuntimeError("planted")
+            return verify(self, windows)
+
+        monkeypatch.setattr(TargetWorker, "verify", failing)
+        assert engine.submit(PROMPT, params).result().token_ids == wanted
+        assert len(calls) > 9
+
+
+def test_draining_finishes_what_was_taken_and_takes_no_more(pair: tuple[str, str]) -> None:
+    with Engine(config(pair)) as engine:
+        held = [engine.submit(PROMPT, SamplingParams(max_tokens=30)) for _ in range(3)]
+        assert engine.drain(0.0) is False
+        with pytest.raises(EngineClosedError, match="draining"):
+            engine.submit(PROMPT)
+        assert engine.drain() is True
+        assert [len(generation.result().token_ids) for generation in held] == [30, 30, 30]
 
 
 def test_the_queue_is_bounded(pair: tuple[str, str]) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
+
+from langchain_card.testing.tokenizer import byte_tokenizer
 
 VOCAB = 320
 _SHAPE: dict[str, Any] = {
@@ -33,21 +33,6 @@ CONFIGS: dict[str, Any] = {
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
     "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=48),
 }
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes and an end-of-text token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: i for i, char in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def save(model: Any, folder: Path) -> str:

@@ -43,6 +43,14 @@ class CandidateTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def copy(self) -> CandidateTree:
+        """An independent copy."""
+        copied = CandidateTree.__new__(CandidateTree)
+        for name in ("tokens", "parents", "scores", "sources", "path", "_alive_under"):
+            setattr(copied, name, getattr(self, name).copy())
+        copied.root, copied._children = self.root, [children.copy() for children in self._children]
+        return copied
+
     def insert(self, parent: int, token: int, score: float, source: str) -> int:
         """Adds a candidate, or finds the node it equals.
 

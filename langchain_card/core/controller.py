@@ -7,14 +7,18 @@ Questions are answered from measured step times, in the currency of the engine's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from langchain_card.config import Schedule
+from langchain_card.config import Limits, Schedule
 
 DECAY = 0.9
 """Weight of the past against one new observation."""
 
 ROW_COST = 0.05
 """Share of a target step that one more row is taken to cost where nothing was measured."""
+
+NARROW_STEPS = 2
+"""Draft steps after a miss that expand one node only."""
 
 
 class Mean:
@@ -105,21 +109,96 @@ class CostModel:
         return 20 * self.draft_step.value if self.draft_step.weight else 60.0
 
 
+class Policy(Protocol):
+    """What the coordinator asks before it decides, and what it tells of what happened. Times in seconds."""
+
+    def schedule(self, asked: Schedule, *, has_drafters: bool) -> Schedule:
+        """The schedule that runs when `asked` is; never "auto"."""
+
+    def widths(self, schedule: Schedule, *, hit: bool) -> tuple[int, ...]:
+        """Nodes to expand in each of the draft steps that are granted with a correction.
+
+        Args:
+            schedule: in force.
+            hit: whether the last committed token was in the cache.
+        """
+
+    def draft_pays(self, schedule: Schedule, chance: float) -> bool:
+        """Whether one more draft step is worth its time, when the target gets where it would look with `chance`."""
+
+    def window(self, schedule: Schedule, chances: Sequence[float]) -> int:
+        """How many candidates to verify, of those with these chances, likeliest first."""
+
+    def patience(self, schedule: Schedule) -> float:
+        """How long a round may wait for its draft."""
+
+    def saw_round(self, schedule: Schedule, tokens: int, elapsed: float) -> None:
+        """A round, from commit to commit, gave `tokens` tokens."""
+
+    def saw_target_step(self, schedule: Schedule, rows: int, elapsed: float) -> None:
+        """The target verified `rows` rows."""
+
+    def saw_draft_step(self, schedule: Schedule, elapsed: float) -> None:
+        """A draft took a step."""
+
+    def saw_token(self, schedule: Schedule, *, hit: bool) -> None:
+        """A token was committed where a drafter had looked; `hit` if it was in the cache."""
+
+
 class Controller:
-    """Chooses the schedule, and keeps one cost model for each.
+    """The policy that learns: one cost model for each schedule, across requests.
 
     Args:
         shared_device: whether draft and target compete for one device, so that overlap gains nothing (docs/LOG.md).
+        limits: bounds of leads and widths.
     """
 
-    def __init__(self, *, shared_device: bool) -> None:
+    def __init__(self, *, shared_device: bool, limits: Limits | None = None) -> None:
         self.shared_device = shared_device
+        self.limits = limits or Limits()
         self.costs: dict[Schedule, CostModel] = {name: CostModel() for name in ("plain", "sequential", "parallel")}
 
     def schedule(self, asked: Schedule, *, has_drafters: bool) -> Schedule:
-        """The schedule that runs when `asked` is."""
+        """The asked one; on one device `auto` means `sequential`."""
         if not has_drafters:
             return "plain"
         if asked == "auto":
             return "sequential" if self.shared_device else "parallel"
         return asked
+
+    def widths(self, schedule: Schedule, *, hit: bool) -> tuple[int, ...]:
+        """Under `parallel` the draft never stops: after a miss narrow steps, which bring candidates fast, then wide."""
+        if schedule != "parallel":
+            return ()
+        narrow = 0 if hit else NARROW_STEPS
+        return (1,) * narrow + (self.limits.max_draft_width,) * (self.limits.max_lead - narrow)
+
+    def draft_pays(self, schedule: Schedule, chance: float) -> bool:
+        """By measured times and hits."""
+        costs = self.costs[schedule]
+        return costs.draft_pays(chance * costs.draft_hits.value)
+
+    def window(self, schedule: Schedule, chances: Sequence[float]) -> int:
+        """By measured times."""
+        return self.costs[schedule].best_width(chances)
+
+    def patience(self, schedule: Schedule) -> float:
+        """By measured times."""
+        costs = self.costs[schedule]
+        return costs.patience_parallel() if schedule == "parallel" else costs.patience_sequential()
+
+    def saw_round(self, schedule: Schedule, tokens: int, elapsed: float) -> None:
+        """Learns the time per token."""
+        self.costs[schedule].observe_round(tokens, elapsed)
+
+    def saw_target_step(self, schedule: Schedule, rows: int, elapsed: float) -> None:
+        """Learns the time of a target step."""
+        self.costs[schedule].observe_target(rows, elapsed)
+
+    def saw_draft_step(self, schedule: Schedule, elapsed: float) -> None:
+        """Learns the time of a draft step."""
+        self.costs[schedule].draft_step.add(elapsed)
+
+    def saw_token(self, schedule: Schedule, *, hit: bool) -> None:
+        """Learns how often a drafter is right."""
+        self.costs[schedule].draft_hits.add(hit)

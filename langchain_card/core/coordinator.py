@@ -6,37 +6,27 @@ Verified    ─► walk: commit what the target chose ─► Emit, and Correct e
 Proposed    ─► grow the cache
 ```
 
-`handle(event)` changes the state and returns what is to be done. No clock, no threads, no randomness: the same object
-runs in production and under a virtual clock. (CARD, arXiv 2508.04462.)
+Everything else is what may happen meanwhile: requests come and go, consumers fall behind, workers run out of memory,
+die and come back. `handle(event)` changes the state and returns what is to be done. No clock, no threads, no
+randomness: the same object runs in production, under a virtual clock and in an explorer that tries every
+interleaving. (CARD, arXiv 2508.04462.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.candidates import DEAD, CandidateTree
-from langchain_card.core.controller import Controller, CostModel
-from langchain_card.core.request import FinishReason, Request, RequestState, RequestStats, SourceState
+from langchain_card.core.candidates import CandidateTree
+from langchain_card.core.controller import Policy
+from langchain_card.core.query import Query, Source, grant
+from langchain_card.core.request import FinishReason, Request, RequestState, RequestStats
 from langchain_card.core.scheduler import Scheduler
+from langchain_card.core.sources import SourceState
 from langchain_card.core.walk import cut, walk
-
-PROBE_ROUNDS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A drafter as the core sees it.
-
-    Attributes:
-        name: unique.
-        paced: its steps cost device time, so that they are weighed before they are granted; others are always asked.
-    """
-
-    name: str
-    paced: bool
+from langchain_card.core.workers import Workers
 
 
 class Coordinator:
@@ -45,16 +35,29 @@ class Coordinator:
     Args:
         sources: the drafters.
         limits: bounds.
-        controller: cost model.
+        policy: what is decided by measurements.
+
+    Attributes:
+        stale: proposals and verdicts that came too late, twice or malformed.
     """
 
-    def __init__(self, sources: Sequence[Source], limits: Limits, controller: Controller) -> None:
+    def __init__(self, sources: Sequence[Source], limits: Limits, policy: Policy) -> None:
         self.sources = {source.name: source for source in sources}
         self.limits = limits
-        self.controller = controller
+        self.policy = policy
+        self.query = Query(self.sources, limits, policy)
         self.scheduler = Scheduler(limits)
+        self.workers = Workers((m.TARGET, *self.sources), limits)
+        self.draining = False
         self.stale = 0
         self._next_step_id = 0
+
+    def copy(self) -> Coordinator:
+        """An independent copy that shares the policy."""
+        copied = Coordinator(tuple(self.sources.values()), self.limits, self.policy)
+        copied.scheduler, copied.workers = self.scheduler.copy(), self.workers.copy()
+        copied.draining, copied.stale, copied._next_step_id = self.draining, self.stale, self._next_step_id
+        return copied
 
     def handle(self, event: m.Event) -> list[m.Effect]:
         """One event in, the effects to carry out, in order."""
@@ -66,12 +69,20 @@ class Coordinator:
             case m.Proposed(proposal):
                 return self._grow(proposal)
             case m.Submitted(request, now):
-                self.scheduler.waiting.append((request, now))
-                return []
+                return self._submit(request, now)
             case m.Stopped(request_id, reason, now, num_tokens):
                 return self._stop(request_id, reason, now, num_tokens)
-            case m.SourceDied(source):
-                return self._lose(source)
+            case m.Paused(request_id, paused):
+                return self._pause(request_id, paused)
+            case m.WorkerStarted(worker):
+                return self._welcome(worker)
+            case m.WorkerDied(worker, now, reason):
+                return self._lose(worker, now, reason)
+            case m.OutOfMemory(worker, request_ids, now):
+                return self._shrink(worker, request_ids, now)
+            case m.Draining():
+                self.draining = True
+                return []
 
     @property
     def idle(self) -> bool:
@@ -82,90 +93,26 @@ class Coordinator:
 
     def _query(self, now: float) -> list[m.Effect]:
         effects: list[m.Effect] = []
-        while self.scheduler.can_admit():
-            effects += self._admit(*self.scheduler.waiting.popleft(), now)
-        windows, deadlines = [], []
-        for state in self.scheduler.running.values():
-            grow = self._more_drafting(state, now)
-            effects += grow
+        if m.TARGET not in self.workers:
+            return [m.Wait(math.inf)]
+        while (admitted := self.scheduler.admit()) is not None:
+            effects += self._begin(admitted, now)
+        ready, until = [], math.inf
+        for state in self._verifiable():
+            effects += self.query.draft_first(state, now)
             if state.wait_until is not None and now < state.wait_until:
-                deadlines.append(state.wait_until)
+                until = min(until, state.wait_until)
             else:
-                windows.append(self._open_window(state))
-        if windows:
-            effects.append(m.Verify(tuple(windows)))
-        elif deadlines:
-            effects.append(m.Wait(min(deadlines)))
-        return effects
+                ready.append(state)
+        return [*effects, m.Verify(tuple(map(self._open_window, ready))) if ready else m.Wait(until)]
 
-    def _admit(self, request: Request, submitted: float, now: float) -> list[m.Effect]:
-        schedule = self.controller.schedule(request.params.schedule, has_drafters=bool(self.sources))
-        sources = {} if schedule == "plain" else {name: SourceState() for name in self.sources}
-        state = RequestState(
-            request=request,
-            tree=CandidateTree(request.prompt_ids[-1]),
-            sources=sources,
-            schedule=schedule,
-            stats=RequestStats(schedule=schedule, submitted=submitted, started=now),
-        )
-        self.scheduler.running[request.request_id] = state
-        return [m.Begin(request, schedule), *self._correct(state)]
-
-    def _more_drafting(self, state: RequestState, now: float) -> list[m.Effect]:
-        """Grants draft steps that pay, and sets until when the round waits for them."""
-        paced = [name for name in state.sources if self.sources[name].paced]
-        waiting = any(state.sources[name].credits for name in paced)
-        if not state.output_ids:
-            return []  # the first token never waits
-        if state.schedule == "parallel":
-            if not waiting or state.tree.children(state.tree.root):
-                state.wait_until = None
-            elif state.wait_until is None:
-                state.wait_until = now + self._costs(state).patience_parallel()
-            return []
-        if waiting:
-            return []
-        state.wait_until = None
-        grants: list[m.Effect] = []
-        for name in paced:
-            gain = self._expected_gain(state, name)
-            if self._costs(state).draft_pays(gain) or (gain and self._probe_due(state, name)):
-                state.wait_until = now + self._costs(state).patience_sequential()
-                grants.append(self._grant(state, name, 1))
-        return grants
-
-    def _probe_due(self, state: RequestState, name: str) -> bool:
-        """Now and then a step is taken that does not seem to pay, or costs measured in a bad moment would stand."""
-        return state.stats.rounds % PROBE_ROUNDS == 0 and state.tree.root not in state.sources[name].expanded
-
-    def _expected_gain(self, state: RequestState, name: str) -> float:
-        """Tokens that one more step of this drafter adds to the round."""
-        source = state.sources[name]
-        if source.exhausted or state.tree.lead() >= self.limits.max_lead:
-            return 0.0
-        return state.tree.uncovered_chance(source.expanded) * self._costs(state).draft_hits.value
-
-    def _costs(self, state: RequestState) -> CostModel:
-        return self.controller.costs[state.schedule]
-
-    def _grant(self, state: RequestState, name: str, steps: int) -> m.Grow:
-        state.sources[name].credits += steps
-        return m.Grow(name, state.request.request_id, steps)
+    def _verifiable(self) -> list[RequestState]:
+        """Requests that may be verified; one with which the target failed is tried alone."""
+        states = [s for s in self.scheduler.running.values() if s.window is None and not s.paused]
+        return next(([state] for state in states if state.failures), states)
 
     def _open_window(self, state: RequestState) -> m.Window:
-        left = state.request.params.max_tokens - len(state.output_ids)
-        budget = min(self.limits.max_window, left) - 1 if state.sources else 0
-        candidates, chances = state.tree.best_subtree(budget)
-        nodes = [state.tree.root, *candidates[: self._costs(state).best_width(chances)]]
-        row = {node: i for i, node in enumerate(nodes)}
-        state.window = m.Window(
-            request_id=state.request.request_id,
-            step_id=self._next_step_id,
-            start_position=len(state.request.prompt_ids) - 1 + len(state.output_ids),
-            token_ids=tuple(state.tree.tokens[node] for node in nodes),
-            parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
-            kept_rows=state.kept_rows,
-        )
+        state.window = self.query.window(state, self._next_step_id)
         self._next_step_id += 1
         return state.window
 
@@ -176,119 +123,176 @@ class Coordinator:
         if state is None or state.window is None or state.window.step_id != verdict.step_id:
             self.stale += 1
             return []
-        window, state.window, state.wait_until = state.window, None, None
+        window, state.window, state.wait_until, state.failures = state.window, None, None, 0
         rows, tokens = walk(window, verdict.target_ids)
         tokens, reason = cut(tokens, state.request, len(state.output_ids))
-        sources, hit = [], False
-        for token in tokens:
-            drafted = any(state.tree.root in source.expanded for source in state.sources.values())
-            hit = state.tree.advance(token)
-            if drafted:
-                self._costs(state).draft_hits.add(hit)
-            sources.append(state.tree.sources[state.tree.root] if hit else "")
+        sources = [self._advance(state, token) for token in tokens]
+        hit = bool(sources[-1])
+        accepted = sources[: len(rows) - 1]
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
-        self._count(state, window, sources[: len(rows) - 1], hit, verdict.elapsed, now)
-        accepted = tuple(sources[: len(rows) - 1]) + ("",) * (len(tokens) - len(rows) + 1)
-        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), accepted[: len(tokens)])]
+        if state.stats.rounds:
+            self.policy.saw_round(state.schedule, len(tokens), now - state.last_commit)
+        self.policy.saw_target_step(state.schedule, len(window.token_ids), verdict.elapsed)
+        state.stats.add_round(len(window.token_ids), len(tokens), accepted, hit, verdict.elapsed, now)
+        state.last_commit = now
+        by = (*accepted, "")[: len(tokens)]
+        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by)]
         if reason is not None:
             return effects + self._finish(state, reason, now)
         if len(state.tree) > len(state.tree.path) + self.limits.max_tree_nodes:
-            self._sweep(state)
-        return effects + self._correct(state)
-
-    def _correct(self, state: RequestState) -> list[m.Effect]:
-        """Tells every drafter what was committed, and grants what its schedule gives at once."""
-        effects: list[m.Effect] = []
-        for name, source in state.sources.items():
-            start = source.applied_len
-            tokens = tuple(state.output_ids[start:])
-            effects.append(m.Correct(name, state.request.request_id, start, tokens))
-            source.credits, source.exhausted = 0, False
-            if not self.sources[name].paced:
-                effects.append(self._grant(state, name, 1))
-            elif state.schedule == "parallel":
-                effects.append(self._grant(state, name, self.limits.max_lead))
+            new = state.tree.sweep()
+            for source in state.sources.values():
+                source.renumber(new)
+        for name in state.sources:
+            effects += self._correct(state, name, hit=hit)
         return effects
 
-    def _count(
-        self, state: RequestState, window: m.Window, accepted: list[str], hit: bool, elapsed: float, now: float
-    ) -> None:
-        stats, tokens = state.stats, len(state.output_ids) - state.stats.output_tokens
-        rows = len(window.token_ids)
-        if stats.rounds:
-            self._costs(state).observe_round(tokens, now - state.last_commit)
-            stats.target_busy += elapsed
-        else:
-            stats.first_token = now
-        self._costs(state).observe_target(rows, elapsed)
-        stats.rounds += 1
-        stats.output_tokens += tokens
-        stats.verified += rows - 1
-        stats.accepted += len(accepted)
-        stats.hits += hit
-        for name in accepted:
-            stats.accepted_by_source[name] = stats.accepted_by_source.get(name, 0) + 1
-        state.last_commit = now
+    def _advance(self, state: RequestState, token: int) -> str:
+        """Commits one token; the drafter that had proposed it, or ""."""
+        drafted = any(state.tree.root in source.expanded for source in state.sources.values())
+        hit = state.tree.advance(token)
+        if drafted:
+            self.policy.saw_token(state.schedule, hit=hit)
+        return state.tree.sources[state.tree.root] if hit else ""
 
-    # Proposals, ends and deaths
+    def _correct(self, state: RequestState, name: str, *, hit: bool) -> list[m.Effect]:
+        """Tells a drafter what was committed, and grants what its schedule gives at once."""
+        source, request_id = state.sources[name], state.request.request_id
+        tokens = tuple(state.output_ids[source.applied_len :])
+        source.credits, source.exhausted = 0, False
+        widths = self.policy.widths(state.schedule, hit=hit) if self.sources[name].paced else (1,)
+        effects: list[m.Effect] = [m.Correct(name, request_id, source.applied_len, tokens)]
+        return [*effects, grant(state, name, widths)] if widths else effects
 
     def _grow(self, proposal: m.Proposal) -> list[m.Effect]:
         state = self.scheduler.running.get(proposal.request_id)
         source = state.sources.get(proposal.source) if state is not None else None
-        if state is None or source is None or proposal.epoch < source.epoch:
+        dropped = source.merge(proposal, state.tree, 2 * self.limits.max_tree_nodes) if state and source else None
+        if state is None or source is None or dropped is None:
             self.stale += 1
             return []
-        if proposal.epoch > source.epoch:
-            source.epoch, source.nodes = proposal.epoch, []
-        if proposal.first < len(source.nodes):
-            self.stale += 1  # repeated
-            return []
-        source.nodes += [DEAD] * (proposal.first - len(source.nodes))  # lost
-        source.nodes[proposal.root] = state.tree.path[proposal.applied_len]
-        source.applied_len = proposal.applied_len
-        source.exhausted = not proposal.token_ids
-        source.credits = max(0, source.credits - proposal.steps)
-        for parent, token, score in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
-            node = state.tree.insert(source.nodes[parent], token, score, proposal.source)
-            source.nodes.append(node)
-            state.stats.dropped += node == DEAD
-        source.expanded.update(source.nodes[number] for number in proposal.expanded)
+        state.stats.dropped += dropped
+        if proposal.applied_len == len(state.output_ids):  # else it answers leave that a correction has taken back
+            source.credits = max(0, source.credits - proposal.steps)
+            source.exhausted = not proposal.token_ids
         if proposal.elapsed:
             state.stats.draft_busy += proposal.elapsed if state.output_ids else 0.0
             if self.sources[proposal.source].paced:
-                self._costs(state).draft_step.add(proposal.elapsed)
+                self.policy.saw_draft_step(state.schedule, proposal.elapsed)
         return []
 
+    # Requests come and go.
+
+    def _submit(self, request: Request, now: float) -> list[m.Effect]:
+        stats = RequestStats(schedule=request.params.schedule, submitted=now, started=now, first_token=now, ended=now)
+        state = RequestState(request, CandidateTree(request.prompt_ids[-1]), request.params.schedule, stats)
+        refusal = ""
+        if self.draining:
+            refusal = "the engine takes no more requests: it is draining"
+        elif self.scheduler.is_full:
+            refusal = f"max_queue = {self.limits.max_queue} requests wait already"
+        elif self.workers.given_up(m.TARGET):
+            refusal = "the target died too often"
+        self.scheduler.waiting.append(state)
+        return self._finish(state, FinishReason.ERROR, now, refusal) if refusal else []
+
+    def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
+        """Starts a request on the target and on the drafters that are there, or lets it go on."""
+        if not state.incarnation:
+            state.schedule = self.policy.schedule(state.schedule, has_drafters=bool(self.sources))
+            state.stats.schedule, state.stats.started = state.schedule, now
+        state.kept_rows = ()
+        effects: list[m.Effect] = [self._begin_on(m.TARGET, state)]
+        for name in self.sources:
+            effects += self._begin_drafting(name, state)
+        return effects
+
+    def _begin_drafting(self, name: str, state: RequestState) -> list[m.Effect]:
+        if state.schedule == "plain" or name not in self.workers:
+            return []
+        begin = self._begin_on(name, state)
+        state.sources[name] = SourceState(state.incarnation, applied_len=len(state.output_ids))
+        return [begin, *self._correct(state, name, hit=False)]
+
+    def _begin_on(self, worker: str, state: RequestState) -> m.Begin:
+        state.incarnation += 1
+        return m.Begin(worker, state.request, state.schedule, tuple(state.output_ids), state.incarnation)
+
     def _stop(self, request_id: int, reason: FinishReason, now: float, num_tokens: int | None) -> list[m.Effect]:
-        state = self.scheduler.forget(request_id)
+        state = self.scheduler.find(request_id)
         if state is None:
             return []
-        if isinstance(state, tuple):
-            stats = RequestStats(submitted=state[1], started=now, first_token=now, ended=now)
-            return [m.Finish(request_id, reason, stats)]
         if num_tokens is not None:
             del state.output_ids[num_tokens:]
             state.stats.output_tokens = len(state.output_ids)
-        return self._end(state, reason, now)
+        return self._finish(state, reason, now)
 
-    def _finish(self, state: RequestState, reason: FinishReason, now: float) -> list[m.Effect]:
-        self.scheduler.forget(state.request.request_id)
-        return self._end(state, reason, now)
-
-    def _end(self, state: RequestState, reason: FinishReason, now: float) -> list[m.Effect]:
+    def _finish(self, state: RequestState, reason: FinishReason, now: float, error: str = "") -> list[m.Effect]:
         state.stats.ended = now
-        return [m.End(state.request.request_id), m.Finish(state.request.request_id, reason, state.stats)]
+        effects = self._leave(state) if self.scheduler.end(state) else []
+        return [*effects, m.Finish(state.request.request_id, reason, state.stats, error)]
 
-    def _lose(self, source: str) -> list[m.Effect]:
-        self.sources.pop(source, None)
-        for state in self.scheduler.running.values():
-            state.sources.pop(source, None)
-            state.wait_until = None
+    def _leave(self, state: RequestState) -> list[m.Effect]:
+        """Frees what a request holds on the workers; what is in flight for it is stale from now on."""
+        workers = [worker for worker in (m.TARGET, *state.sources) if worker in self.workers]
+        state.sources, state.window, state.wait_until = {}, None, None
+        return [m.End(worker, state.request.request_id) for worker in workers]
+
+    def _pause(self, request_id: int, paused: bool) -> list[m.Effect]:
+        state = self.scheduler.find(request_id)
+        if state is not None:
+            state.paused = paused
         return []
 
-    def _sweep(self, state: RequestState) -> None:
-        new = state.tree.sweep()
-        for source in state.sources.values():
-            source.nodes = [new.get(node, DEAD) for node in source.nodes]
-            source.expanded = {new[node] for node in source.expanded if node in new}
+    # Workers fail and come back.
+
+    def _welcome(self, worker: str) -> list[m.Effect]:
+        """A drafter joins the running requests; a target that came back begins with those that wait."""
+        if not self.workers.started(worker) or worker == m.TARGET:
+            return []
+        return [e for state in self.scheduler.running.values() for e in self._begin_drafting(worker, state)]
+
+    def _lose(self, worker: str, now: float, reason: str) -> list[m.Effect]:
+        """A drafter costs speed; with the target all that runs goes back to wait, to be read again."""
+        if worker not in self.workers:
+            return []
+        restart_at = self.workers.died(worker, now)
+        effects: list[m.Effect] = [] if restart_at is None else [m.Restart(worker, restart_at)]
+        if worker != m.TARGET:
+            for state in self.scheduler.running.values():
+                state.sources.pop(worker, None)
+                state.wait_until = None
+            return effects
+        for state in reversed(list(self.scheduler.running.values())):
+            state.failures += state.window is not None
+            effects += self._leave(state)
+            self.scheduler.put_back(state)
+        doomed = [s for s in self.scheduler.waiting if restart_at is None or s.failures >= self.limits.max_failures]
+        for state in doomed:
+            effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
+        return effects
+
+    def _shrink(self, worker: str, request_ids: Sequence[int], now: float) -> list[m.Effect]:
+        """Out of memory: a drafter is left out; on the target fewer requests run at once, and one alone fails."""
+        states = [state for i in request_ids if (state := self.scheduler.running.get(i)) is not None]
+        effects: list[m.Effect] = []
+        if worker != m.TARGET:
+            for state in states:
+                if state.sources.pop(worker, None) is not None:
+                    state.wait_until = None
+                    effects.append(m.End(worker, state.request.request_id))
+            return effects
+        for state in states:
+            state.window, state.wait_until = None, None
+        if len(self.scheduler.running) > 1:
+            youngest = list(self.scheduler.running.values())[-1]
+            effects += self._leave(youngest)
+            self.scheduler.put_back(youngest)
+            self.scheduler.capacity = len(self.scheduler.running)
+            return effects
+        for state in states:
+            state.failures += 1
+            if state.failures >= self.limits.max_failures:
+                effects += self._finish(state, FinishReason.ERROR, now, "the target ran out of memory")
+        return effects

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 ROOT = -1
 """Parent of a window's first row."""
 
+TARGET = "target"
+"""Name of the target among the workers; drafters have names of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -36,6 +39,7 @@ class Proposal:
         expanded: numbers of the nodes whose children are now all published.
         elapsed: seconds of the step, prompt reading left out.
         steps: credits that this answers.
+        incarnation: of the `Begin` that this answers; the worker fills it in.
     """
 
     source: str
@@ -50,6 +54,7 @@ class Proposal:
     expanded: tuple[int, ...] = ()
     elapsed: float = 0.0
     steps: int = 1
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +143,59 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceDied:
-    """A drafter is gone; its requests go on without it."""
+class Paused:
+    """The consumer reads too slowly, so that no window is opened; or it reads again."""
 
-    source: str
+    request_id: int
+    paused: bool
     now: float
 
 
-Event: TypeAlias = Submitted | Proposed | TargetReady | Verified | Stopped | SourceDied
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """A worker is there, with nothing in its memory: at first, or after a death."""
+
+    worker: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied:
+    """A worker is gone with all that it held. What it had sent may still arrive."""
+
+    worker: str
+    now: float
+    reason: str = "it gave none"
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """A worker could not take a step for these requests; it lives, and holds what it held."""
+
+    worker: str
+    request_ids: tuple[int, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """What was submitted is finished; nothing more is taken."""
+
+    now: float
+
+
+Event: TypeAlias = (
+    Submitted
+    | Proposed
+    | TargetReady
+    | Verified
+    | Stopped
+    | Paused
+    | WorkerStarted
+    | WorkerDied
+    | OutOfMemory
+    | Draining
+)
 
 
 # Effects: what is to be done, in order.
@@ -153,17 +203,27 @@ Event: TypeAlias = Submitted | Proposed | TargetReady | Verified | Stopped | Sou
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To the target and all drafters: a request starts, under this schedule."""
+    """To a worker: a request starts, or goes on after it was put back or the worker had died.
 
+    Attributes:
+        worker: `TARGET` or a drafter.
+        schedule: in force for the request.
+        output_ids: tokens of the answer so far.
+        incarnation: raised at every start; proposals carry it, so that those of an earlier one are known as stale.
+    """
+
+    worker: str
     request: Request
     schedule: str
+    output_ids: tuple[int, ...] = ()
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Correct:
     """To a drafter: the output tokens from `start` on. Cumulative, so a lost or repeated one does no harm."""
 
-    source: str
+    worker: str
     request_id: int
     start: int
     token_ids: tuple[int, ...]
@@ -171,41 +231,50 @@ class Correct:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """To a drafter: exactly `steps` more steps may be taken since the last correction."""
+    """To a drafter: these steps and no more may be taken since the last correction.
 
-    source: str
+    Attributes:
+        widths: [steps] nodes that each step may expand.
+    """
+
+    worker: str
     request_id: int
-    steps: int
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """To the target and all drafters: the request holds nothing from now on."""
+    """To a worker: the request holds nothing from now on."""
 
+    worker: str
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """To the supervisor: start this worker again, not before `at`; answered by `WorkerStarted`."""
+
+    worker: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verify:
-    """To the target: check these windows in one pass."""
+    """To the target: check these windows in one pass; answered by `Verified`, `OutOfMemory` or `WorkerDied`."""
 
     windows: tuple[Window, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to verify before `until`, unless an event comes first."""
+    """Nothing to verify before `until` (infinity: before another event), unless an event comes first."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """To the consumer: committed tokens.
-
-    Attributes:
-        sources: [n] the drafter that had proposed each token, or "" for the target's own.
-    """
+    """To the consumer: committed tokens, and by each the drafter that had proposed it, or ""."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -214,11 +283,12 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """To the consumer: the request ended."""
+    """To the consumer: the request ended; `error` says why when the reason is `FinishReason.ERROR`."""
 
     request_id: int
     reason: FinishReason
     stats: RequestStats
+    error: str = ""
 
 
-Effect: TypeAlias = Begin | Correct | Grow | End | Verify | Wait | Emit | Finish
+Effect: TypeAlias = Begin | Correct | Grow | End | Restart | Verify | Wait | Emit | Finish

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from langchain_card.config import SCHEDULES, Limits, Schedule, check_choice, check_range
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.messages import Window
+from langchain_card.core.sources import SourceState
 from langchain_card.errors import InvalidInputError
 
 
@@ -103,6 +105,20 @@ class RequestStats:
     first_token: float = 0.0
     ended: float = 0.0
 
+    def add_round(self, rows: int, tokens: int, accepted: Sequence[str], hit: bool, elapsed: float, now: float) -> None:
+        """Counts a committed window of `rows` rows: its tokens, and the drafters of the accepted candidates."""
+        if self.rounds:
+            self.target_busy += elapsed
+        else:
+            self.first_token = now
+        self.rounds += 1
+        self.output_tokens += tokens
+        self.verified += rows - 1
+        self.accepted += len(accepted)
+        self.hits += hit
+        for name in accepted:
+            self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
+
     @property
     def mean_accepted_length(self) -> float:
         """Tokens per target pass, the target's own included."""
@@ -130,51 +146,46 @@ class RequestStats:
         return max(0.0, self.ended - self.first_token)
 
 
-@dataclass(slots=True)
-class SourceState:
-    """What the core knows of one drafter's view of one request.
-
-    Attributes:
-        epoch: of the drafter's numbering; older proposals are dropped.
-        nodes: tree node of each of the drafter's own nodes; `candidates.DEAD` where its branch is gone.
-        expanded: tree nodes whose children this drafter has published.
-        applied_len: output tokens that the drafter is known to have applied.
-        credits: steps granted and not yet answered.
-        exhausted: its last step added nothing; it is not asked again before the next correction.
-    """
-
-    epoch: int = -1
-    nodes: list[int] = field(default_factory=list)
-    expanded: set[int] = field(default_factory=set)
-    applied_len: int = 0
-    credits: int = 0
-    exhausted: bool = False
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
-    """A running request. Written by the coordinator only.
+    """A request that waits or runs. Written by the coordinator only.
 
     Attributes:
         request: what was asked.
         tree: committed tokens and candidates.
-        sources: one state per drafter, by name.
-        schedule: the schedule in force.
+        sources: one state per drafter that works for it, by name.
+        schedule: the schedule in force; the asked one until the request is admitted.
+        stats: counts and times.
         output_ids: committed tokens of the answer.
         window: the verification in flight, or None.
         kept_rows: rows of the last window that were committed; the next window carries them to the target.
         wait_until: until when a round may wait for its draft, or None.
+        paused: its consumer reads too slowly.
+        failures: target steps in a row that failed with it.
+        incarnation: how often it was begun.
         last_commit: time of the last commit.
-        stats: counts and times.
     """
 
     request: Request
     tree: CandidateTree
-    sources: dict[str, SourceState]
     schedule: Schedule
     stats: RequestStats
+    sources: dict[str, SourceState] = field(default_factory=dict)
     output_ids: list[int] = field(default_factory=list)
     window: Window | None = None
     kept_rows: tuple[int, ...] = ()
     wait_until: float | None = None
+    paused: bool = False
+    failures: int = 0
+    incarnation: int = 0
     last_commit: float = 0.0
+
+    def copy(self) -> RequestState:
+        """An independent copy."""
+        return replace(
+            self,
+            tree=self.tree.copy(),
+            stats=replace(self.stats, accepted_by_source=self.stats.accepted_by_source.copy()),
+            sources={name: source.copy() for name, source in self.sources.items()},
+            output_ids=self.output_ids.copy(),
+        )

@@ -1,38 +1,68 @@
-"""Which requests run: first come, first served, at most `max_num_seqs` at once."""
+"""Which requests run: first come, first served, as many at once as the target's memory holds."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from langchain_card.config import Limits
-from langchain_card.core.request import Request, RequestState
+from langchain_card.core.request import RequestState
 
 
 class Scheduler:
     """Owns the waiting and the running requests; nobody else moves one between them.
 
     Attributes:
-        waiting: submitted requests with their time of submission, oldest first.
+        waiting: oldest first; what was put back comes first.
         running: states by request id, in order of admission.
+        capacity: requests that may run at once; falls when the target's memory does not suffice, and recovers.
         ended: requests that ended, in all.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.waiting: deque[tuple[Request, float]] = deque()
+        self.waiting: deque[RequestState] = deque()
         self.running: dict[int, RequestState] = {}
+        self.capacity = limits.max_num_seqs
         self.ended = 0
 
-    def can_admit(self) -> bool:
-        """Whether a waiting request may start."""
-        return bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
+    def copy(self) -> Scheduler:
+        """An independent copy."""
+        copied = Scheduler(self.limits)
+        copied.waiting = deque(state.copy() for state in self.waiting)
+        copied.running = {request_id: state.copy() for request_id, state in self.running.items()}
+        copied.capacity, copied.ended = self.capacity, self.ended
+        return copied
 
-    def forget(self, request_id: int) -> RequestState | tuple[Request, float] | None:
-        """Takes a request out of wherever it is: its state when it ran, its entry when it waited, None when unknown."""
-        found = self.running.pop(request_id, None) or next(
-            (e for e in self.waiting if e[0].request_id == request_id), None
+    def admit(self) -> RequestState | None:
+        """Lets the next waiting request run, if there is one and room for it."""
+        if not self.waiting or len(self.running) >= self.capacity:
+            return None
+        state = self.waiting.popleft()
+        self.running[state.request.request_id] = state
+        return state
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more request would have to wait behind `max_queue` others."""
+        return len(self.waiting) >= self.limits.max_queue + max(0, self.capacity - len(self.running))
+
+    def put_back(self, state: RequestState) -> None:
+        """Takes a running request's place away; it is the next to be admitted."""
+        del self.running[state.request.request_id]
+        self.waiting.appendleft(state)
+
+    def find(self, request_id: int) -> RequestState | None:
+        """The request, waiting or running; None when it ended or never was."""
+        return self.running.get(request_id) or next(
+            (state for state in self.waiting if state.request.request_id == request_id), None
         )
-        if isinstance(found, tuple):
-            self.waiting.remove(found)
-        self.ended += found is not None
-        return found
+
+    def end(self, state: RequestState) -> bool:
+        """Takes a request out for good; whether it was running."""
+        was_running = self.running.pop(state.request.request_id, None) is not None
+        if was_running:
+            self.capacity = min(self.capacity + 1, self.limits.max_num_seqs)
+        else:
+            self.waiting.remove(state)
+        self.ended += 1
+        return was_running

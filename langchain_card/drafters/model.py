@@ -1,110 +1,42 @@
-"""`ModelDrafter`: a small model grows a tree of candidates, likeliest node first.
+"""`ModelDrafter`: a small model grows a tree of candidates.
 
-Every step expands the open nodes with the largest cumulative chance and publishes their likeliest children. A
-correction that lies in the tree re-roots it and keeps every surviving node's KV; one that does not drops the tree and
-starts a new epoch at the last committed token.
+Every step forwards the open nodes with the largest cumulative chance and publishes their likeliest children: the
+leaves of the frontier, too, are candidates although they have no KV yet.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from langchain_card.core.messages import Proposal
+from langchain_card.core.request import Request
+from langchain_card.drafters.tree import DraftTree
 from langchain_card.ports import Budget
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.runner import ModelRunner
 
-MAX_NODES = 4096
-"""Nodes of one epoch; a tree that grew for so long is dropped and begun anew."""
-
 CATCH_UP_ROWS = 16
 """Committed tokens up to this many are read together with the next step; more are read as a prompt is."""
 
-MIN_CHANCE = 0.004
+MIN_SCORE = math.log(0.004)
 """Children below this chance are not published."""
 
 
-class DraftTree:
-    """One request as the draft sees it.
-
-    Attributes:
-        output_ids: answer tokens applied.
-        epoch: see `core.messages.Proposal`.
-        tokens, parents, scores, slots: [nodes]; scores are cumulative from node 0, slots None until forwarded.
-        root: node of the last applied token.
-    """
-
-    def __init__(self, prompt_ids: Sequence[int], cache: KVCache) -> None:
-        self.prompt_ids = list(prompt_ids)
-        self.output_ids: list[int] = []
-        self.cache = cache
-        self.epoch = -1
-        self.start_epoch()
-
-    def start_epoch(self) -> None:
-        """Drops the tree; node 0 is the last token known."""
-        self.epoch += 1
-        self.tokens = [self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]]
-        self.parents, self.scores, self.root = [-1], [0.0], 0
-        self.slots: list[int | None] = [None]
-        self.children: list[dict[int, int]] = [{}]
-        self.open: set[int] = {0}
-        self.free_slots = list(range(self.cache.num_scratch))
+@dataclass(slots=True)
+class _Sequence:
+    tree: DraftTree
+    cache: KVCache
 
     def unread(self) -> list[int]:
         """Committed tokens that have no KV yet, in order."""
-        length, num_prompt = self.cache.length, len(self.prompt_ids)
-        return self.prompt_ids[length:] + self.output_ids[max(0, length - num_prompt) :]
-
-    def path(self, node: int) -> tuple[int, ...]:
-        """Slots from the first node below the root down to `node`, all of them forwarded."""
-        slots: list[int] = []
-        while node != self.root:
-            slot = self.slots[node]
-            assert slot is not None
-            slots.append(slot)
-            node = self.parents[node]
-        return tuple(reversed(slots))
-
-    def add_children(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
-        """Appends nodes below `parent`; `scores` are conditional."""
-        for token, score in zip(token_ids, scores):  # noqa: B905
-            self.children[parent][token] = len(self.tokens)
-            self.open.add(len(self.tokens))
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.scores.append(self.scores[parent] + score)
-            self.slots.append(None)
-            self.children.append({})
-
-    def apply(self, token_ids: Sequence[int]) -> None:
-        """Commits tokens: a hit re-roots the tree, a miss drops it."""
-        kept: list[int] = []
-        node: int | None = self.root
-        for token in token_ids:
-            node = self.children[node].get(token) if node is not None else None
-            if node is not None and self.slots[node] is not None:
-                kept.append(self.slots[node])  # type: ignore[arg-type]
-            self.output_ids.append(token)
-        self.cache.keep(kept)
-        if node is None or len(self.tokens) > MAX_NODES:
-            self.start_epoch()
-        else:
-            self._re_root(node)
-
-    def _re_root(self, root: int) -> None:
-        self.root = root
-        alive = {root}
-        for node in range(root + 1, len(self.tokens)):
-            if self.parents[node] in alive:
-                alive.add(node)
-        used = {self.slots[node] for node in alive if node != root}
-        self.free_slots = [slot for slot in range(self.cache.num_scratch) if slot not in used]
-        self.open &= alive
+        num_prompt, length = len(self.tree.prompt_ids), self.cache.length
+        return [*self.tree.prompt_ids[length:], *self.tree.output_ids[max(0, length - num_prompt) :]]
 
 
 class ModelDrafter:
@@ -123,88 +55,65 @@ class ModelDrafter:
         self._runner = runner
         self._vocab_size = vocab_size
         self._num_children = num_children
-        self._trees: dict[int, DraftTree] = {}
+        self._sequences: dict[int, _Sequence] = {}
 
-    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
-        """Opens a sequence; the prompt is read with the first step."""
-        self._trees[request_id] = DraftTree(prompt_ids, self._runner.open())
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        """Opens a sequence; its text is read with the first step."""
+        cache = self._runner.open()
+        tree = DraftTree(request.prompt_ids, output_ids, cache.num_scratch)
+        self._sequences[request.request_id] = _Sequence(tree, cache)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
-        tree = self._trees.get(request_id)
-        if tree is not None and start <= len(tree.output_ids) < start + len(token_ids):
-            tree.apply(token_ids[len(tree.output_ids) - start :])
+        if (sequence := self._sequences.get(request_id)) is not None:
+            sequence.cache.keep(sequence.tree.apply(start, token_ids))
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """One forward pass per request; a proposal without nodes when its tree cannot grow."""
         return [
-            self._step(budget.request_id, self._trees[budget.request_id], budget.width)
+            self._step(budget.request_id, self._sequences[budget.request_id], budget.width)
             for budget in budgets
-            if budget.request_id in self._trees
+            if budget.request_id in self._sequences
         ]
 
     def end(self, request_id: int) -> None:
         """Frees the sequence."""
-        self._trees.pop(request_id, None)
+        self._sequences.pop(request_id, None)
 
     def close(self) -> None:
         """Frees every sequence."""
-        self._trees.clear()
+        self._sequences.clear()
 
-    def _step(self, request_id: int, tree: DraftTree, width: int) -> Proposal:
-        first, nodes = len(tree.tokens), self._choose(tree, width)
-        unread = tree.unread()
+    def _step(self, request_id: int, sequence: _Sequence, width: int) -> Proposal:
+        tree, cache = sequence.tree, sequence.cache
+        position = len(tree.prompt_ids) + len(tree.output_ids)
+        fits = position + self._runner.num_scratch <= self._runner.max_len
+        nodes = tree.choose(width) if fits else []
+        unread = sequence.unread()
         if len(unread) > CATCH_UP_ROWS:
-            self._runner.prefill(tree.cache, unread[:-1])
+            self._runner.prefill(cache, unread[:-1])
             unread = unread[-1:]
         started = time.perf_counter()
         if nodes == [tree.root]:
-            self._expand(tree, nodes, self._read(tree, unread))
+            self._expand(tree, nodes, self._read(sequence, unread))
         elif nodes:
-            self._expand(tree, nodes, self._forward(tree, nodes))
-        return Proposal(
-            source=self.name,
-            request_id=request_id,
-            epoch=tree.epoch,
-            root=tree.root,
-            applied_len=len(tree.output_ids),
-            first=first,
-            parents=tuple(tree.parents[first:]),
-            token_ids=tuple(tree.tokens[first:]),
-            scores=tuple(tree.scores[n] - tree.scores[tree.parents[n]] for n in range(first, len(tree.tokens))),
-            expanded=tuple(nodes),
-            elapsed=time.perf_counter() - started if nodes else 0.0,
-        )
+            paths = [tree.place(node) for node in nodes]
+            self._expand(tree, nodes, self._runner.step(cache, [tree.tokens[node] for node in nodes], paths))
+        return tree.publish(self.name, request_id, nodes, time.perf_counter() - started)
 
-    def _choose(self, tree: DraftTree, width: int) -> list[int]:
-        """The likeliest open nodes; the root alone while it has no KV."""
-        position = len(tree.prompt_ids) + len(tree.output_ids)
-        if position + self._runner.num_scratch > self._runner.max_len:
-            return []
-        if tree.root in tree.open:
-            return [tree.root]
-        return sorted(tree.open, key=lambda node: (-tree.scores[node], node))[: min(width, len(tree.free_slots))]
-
-    def _read(self, tree: DraftTree, unread: list[int]) -> Tensor:
+    def _read(self, sequence: _Sequence, unread: list[int]) -> Tensor:
         """Forwards the last committed tokens as a chain; logits [1, vocabulary] of the last."""
-        slots = tree.free_slots[: len(unread)]
+        slots = sequence.tree.free_slots[: len(unread)]
         paths = [tuple(slots[: i + 1]) for i in range(len(unread))]
-        logits = self._runner.step(tree.cache, unread, paths)
-        tree.cache.keep(slots)
+        logits = self._runner.step(sequence.cache, unread, paths)
+        sequence.cache.keep(slots)
         return logits[-1:]
-
-    def _forward(self, tree: DraftTree, nodes: list[int]) -> Tensor:
-        for node in nodes:
-            tree.slots[node] = tree.free_slots.pop()
-        return self._runner.step(tree.cache, [tree.tokens[n] for n in nodes], [tree.path(n) for n in nodes])
 
     @torch.inference_mode()
     def _expand(self, tree: DraftTree, nodes: list[int], logits: Tensor) -> None:
         logits = logits[:, : self._vocab_size].float()
         top = torch.topk(logits, self._num_children, dim=-1)
         chances = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
-        floor = torch.tensor(MIN_CHANCE).log().item()
         for node, token_ids, scores in zip(nodes, top.indices.tolist(), chances.tolist()):  # noqa: B905
-            tree.open.discard(node)
-            keep = sum(score >= floor for score in scores) or 1
-            tree.add_children(node, token_ids[:keep], scores[:keep])
+            keep = sum(score >= MIN_SCORE for score in scores) or 1
+            tree.expand(node, token_ids[:keep], scores[:keep])

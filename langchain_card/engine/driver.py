@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.request import FinishReason
 from langchain_card.engine.generation import Generation
-from langchain_card.engine.target_worker import TargetWorker
-from langchain_card.errors import EngineClosedError, EngineError
-from langchain_card.ports import Clock, Transport
+from langchain_card.errors import EngineClosedError, EngineError, is_out_of_memory
+from langchain_card.ports import Clock, Target, Transport
 
 log = logging.getLogger(__name__)
 
@@ -24,21 +24,30 @@ class Driver:
 
     Args:
         coordinator: the protocol.
-        target: the target worker; used on this driver's thread only.
+        make_target: makes the target's worker, at first and after a death; called and used on this driver's thread.
+        make_transports: by drafter, makes its transport with a fresh worker behind it.
         clock: source of time.
     """
 
-    def __init__(self, coordinator: Coordinator, target: TargetWorker, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        make_target: Callable[[], Target],
+        make_transports: Mapping[str, Callable[[Driver], Transport]],
+        clock: Clock = time.perf_counter,
+    ) -> None:
         self.coordinator = coordinator
-        self.transports: dict[str, Transport] = {}
-        self._target = target
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[float], m.Event] | None] = queue.SimpleQueue()
         self._generations: dict[int, Generation] = {}
-        self._wait_until: float | None = None
+        self._sleep_until = -math.inf
+        self._restarts: list[tuple[float, str]] = []
         self._closed = False
         self._ended = threading.Lock()
         self._error: BaseException | None = None
+        self._make_target, self._make_transports = make_target, make_transports
+        self._target = make_target()
+        self.transports = {name: make(self) for name, make in make_transports.items()}
 
     # From any thread.
 
@@ -49,6 +58,14 @@ class Driver:
     def publish(self, proposal: m.Proposal) -> None:
         """Takes a drafter's proposal."""
         self.post(lambda now: m.Proposed(proposal, now))
+
+    def report_death(self, worker: str, error: BaseException) -> None:
+        """A drafter died of `error`."""
+        self.post(lambda now: m.WorkerDied(worker, now, repr(error)[:200]))
+
+    def report_out_of_memory(self, worker: str, request_ids: tuple[int, ...]) -> None:
+        """A drafter could not work for these requests."""
+        self.post(lambda now: m.OutOfMemory(worker, request_ids, now))
 
     def submit(self, generation: Generation) -> None:
         """Takes a request; it fails when the loop has ended."""
@@ -77,28 +94,26 @@ class Driver:
             while not self._closed:
                 self.step()
         except Exception as failure:
-            log.exception("the target failed; the engine ends")
-            error = EngineError("target", failure, "a target step failed", "the log has the whole trace")
+            log.exception("the loop around the core failed; the engine ends")
+            error = EngineError("engine", failure, "an internal error", "the log has the whole trace; please report it")
             error.__cause__ = failure
         finally:
             self._fail_all(error)
 
     def step(self) -> None:
-        """Take in what happened; then, if the target has work, query, verify and commit."""
+        """Take in what happened and bring back who is due; then query, verify and commit."""
         for event in self._arrived():
             self._perform(self.coordinator.handle(event))
-        self._wait_until = None
-        if not self.coordinator.idle and not self._closed:
+        self._restart_due()
+        if not self._closed:
             self._perform(self.coordinator.handle(m.TargetReady(self._clock())))
 
     def _arrived(self) -> list[m.Event]:
         """Everything in the inbox; sleeps while there is nothing to do."""
+        until = min([self._sleep_until, *(at for at, _ in self._restarts)])
+        self._sleep_until = -math.inf
+        timeout = None if until == math.inf else max(0.0, until - self._clock())
         events: list[m.Event] = []
-        timeout: float | None = 0.0
-        if self.coordinator.idle:
-            timeout = None
-        elif self._wait_until is not None:
-            timeout = max(0.0, self._wait_until - self._clock())
         while True:
             try:
                 event = self._inbox.get(timeout != 0.0, timeout)
@@ -114,28 +129,58 @@ class Driver:
         for effect in effects:
             match effect:
                 case m.Verify(windows):
-                    for verdict in self._target.verify(windows):
-                        self._perform(self.coordinator.handle(m.Verified(verdict, self._clock())))
+                    for event in self._verify(windows):
+                        self._perform(self.coordinator.handle(event))
                 case m.Emit():
                     if self._emit(effect):
                         return
-                case m.Correct(source) | m.Grow(source):
-                    if source in self.transports:
-                        self.transports[source].send(effect)
-                case m.Begin(request):
+                case m.Begin(m.TARGET, request):
                     if (generation := self._generations.get(request.request_id)) is not None:
                         generation.watch(self.coordinator.scheduler.running[request.request_id].stats)
                     self._target.begin(effect)
-                    self._broadcast(effect)
-                case m.End(request_id):
+                case m.End(m.TARGET, request_id):
                     self._target.end(request_id)
-                    self._broadcast(effect)
-                case m.Finish(request_id, reason, stats):
-                    generation = self._generations.pop(request_id, None)
-                    if generation is not None:
-                        generation.finish(reason, stats)
+                case m.Begin() | m.Correct() | m.Grow() | m.End():
+                    self.transports[effect.worker].send(effect)
+                case m.Restart(worker, at):
+                    self._restarts.append((at, worker))
+                case m.Finish(request_id):
+                    self._finish(effect)
                 case m.Wait(until):
-                    self._wait_until = until
+                    self._sleep_until = until
+
+    def _verify(self, windows: Sequence[m.Window]) -> Iterator[m.Event]:
+        try:
+            verdicts = self._target.verify(windows)
+        except Exception as error:
+            request_ids = tuple(window.request_id for window in windows)
+            if is_out_of_memory(error):
+                yield m.OutOfMemory(m.TARGET, request_ids, self._clock())
+                return
+            log.exception("a target step failed for requests %s", request_ids)
+            yield m.WorkerDied(m.TARGET, self._clock(), repr(error)[:200])
+        else:
+            for verdict in verdicts:
+                yield m.Verified(verdict, self._clock())
+
+    def _restart_due(self) -> None:
+        due = [(at, worker) for at, worker in self._restarts if at <= self._clock()]
+        for entry in due:
+            self._restarts.remove(entry)
+            worker = entry[1]
+            if worker == m.TARGET:
+                self._target = self._make_target()
+            else:
+                self.transports[worker].close()
+                self.transports[worker] = self._make_transports[worker](self)
+            self._perform(self.coordinator.handle(m.WorkerStarted(worker, self._clock())))
+
+    def _finish(self, finish: m.Finish) -> None:
+        generation = self._generations.pop(finish.request_id, None)
+        if generation is not None and finish.error:
+            generation.fail(EngineError("request", finish.request_id, finish.error, "the log may say more"))
+        elif generation is not None:
+            generation.finish(finish.reason, finish.stats)
 
     def _emit(self, emit: m.Emit) -> bool:
         """Hands tokens to the consumer; True when a stop string ended the request with them."""
@@ -147,10 +192,6 @@ class Driver:
         effects = self.coordinator.handle(stopped)
         self._perform(effects)
         return bool(effects)  # none when the same round had ended the request anyway
-
-    def _broadcast(self, command: m.Begin | m.End) -> None:
-        for transport in self.transports.values():
-            transport.send(command)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._ended:  # from here on nothing is queued

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +17,9 @@ from typing_extensions import Self
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.controller import Controller
-from langchain_card.core.coordinator import Coordinator, Source
-from langchain_card.core.messages import SourceDied, Stopped
+from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.messages import Draining, Event, Paused, Stopped
+from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.detokenizer import Detokenizer
 from langchain_card.drafters.model import ModelDrafter
@@ -26,7 +29,7 @@ from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
-from langchain_card.ports import Drafter
+from langchain_card.ports import Drafter, Transport
 from langchain_card.runtime.files import Progress
 from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model, resolve
 from langchain_card.runtime.registry import Registry
@@ -37,6 +40,8 @@ from langchain_card.transports.thread import ThreadTransport
 
 DRAFT_SCRATCH = 64
 """Unverified nodes that the draft holds KV for."""
+
+_DRAIN_POLL_SECONDS = 0.02
 
 
 class Engine:
@@ -56,7 +61,7 @@ class Engine:
         self.tokenizer = self._pair.tokenizer
         self._ids = itertools.count()
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
-        self._closed = False
+        self._closed = self._draining = False
         self._specs = [spec for spec in (self._pair.target, self._pair.draft) if spec is not None]
         models = _acquire_all(self._specs)
         self._driver, self.devices = self._build(models)
@@ -66,42 +71,28 @@ class Engine:
 
     def _build(self, models: list[Any]) -> tuple[Driver, dict[str, str]]:
         pair, limits = self._pair, self.config.limits
-        drafters: list[Drafter] = [NgramDrafter()] if self.config.has_ngram else []
-        if pair.draft is not None:
-            max_len = min(pair.max_len, models[1].config.get_text_config().max_position_embeddings)
-            runner = ModelRunner(models[1], max_len=max_len, num_scratch=DRAFT_SCRATCH)
-            drafters.append(ModelDrafter(runner, vocab_size=pair.vocab_size))
         threads = ThreadPlan(
             target_on_cpu=pair.target.device.type == "cpu",
             draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
         )
+        makers: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter} if self.config.has_ngram else {}
+        if pair.draft is not None:
+            max_len = min(pair.max_len, models[1].config.get_text_config().max_position_embeddings)
+            runner = ModelRunner(models[1], max_len=max_len, num_scratch=DRAFT_SCRATCH)
+            makers["model"] = lambda: ModelDrafter(runner, vocab_size=pair.vocab_size)
+
+        def make_target() -> TargetWorker:
+            runner = ModelRunner(models[0], max_len=pair.max_len, num_scratch=limits.max_window)
+            return TargetWorker(runner, lambda schedule: use_threads(threads.target(schedule)))
+
         shared = pair.draft is None or pair.draft.device == pair.target.device
-        coordinator = Coordinator(
-            [Source(drafter.name, drafter.paced) for drafter in drafters], limits, Controller(shared_device=shared)
-        )
-        runner = ModelRunner(models[0], max_len=pair.max_len, num_scratch=limits.max_window)
-        target = TargetWorker(runner, lambda schedule: use_threads(threads.target(schedule)))
-        driver = Driver(coordinator, target)
-        for drafter in drafters:
-            self._attach(driver, drafter, threads)
+        sources = [Source(name, paced=name == "model") for name in makers]
+        coordinator = Coordinator(sources, limits, Controller(shared_device=shared, limits=limits))
+        transports = {name: functools.partial(_transport, make, threads=threads) for name, make in makers.items()}
         devices = {"target": str(models[0].device)}
         if pair.draft is not None:
             devices["draft"] = str(models[1].device)
-        return driver, devices
-
-    def _attach(self, driver: Driver, drafter: Drafter, threads: ThreadPlan) -> None:
-        def on_death(_: BaseException) -> None:
-            driver.post(lambda now: SourceDied(drafter.name, now))
-
-        def set_threads(schedule: str) -> None:
-            use_threads(threads.draft(schedule))
-
-        worker = DraftWorker(drafter, driver.publish, set_threads if drafter.paced else lambda _: None)
-        driver.transports[drafter.name] = (
-            ThreadTransport(worker, name=f"card-{drafter.name}", on_death=on_death)
-            if drafter.paced
-            else InlineTransport(worker, on_death=on_death)
-        )
+        return Driver(coordinator, make_target, transports), devices
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -136,9 +127,15 @@ class Engine:
         params = self._fit(prompt_ids, params)
         request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
         generation = Generation(
-            request, Detokenizer(self.tokenizer, params.stop), lambda: self._abort(request.request_id)
+            request,
+            Detokenizer(self.tokenizer, params.stop),
+            lambda: self._post(lambda now: Stopped(request.request_id, FinishReason.ABORT, now)),
+            lambda paused: self._post(lambda now: Paused(request.request_id, paused, now)),
+            self.config.limits.max_unread,
         )
         driver, limit = self._open_driver(), self.config.limits.max_queue
+        if self._draining:
+            raise EngineClosedError("engine", self.config.model, "the engine is draining", "make a new one")
         if driver.num_open >= limit + self.config.limits.max_num_seqs:
             raise EngineBusyError("max_queue", driver.num_open, f"{limit} requests may wait", "try again later")
         driver.submit(generation)
@@ -168,9 +165,26 @@ class Engine:
             return params
         return replace(params, max_tokens=room)
 
-    def _abort(self, request_id: int) -> None:
+    def _post(self, event: Callable[[float], Event]) -> None:
         with contextlib.suppress(EngineClosedError):
-            self._open_driver().post(lambda now: Stopped(request_id, FinishReason.ABORT, now))
+            self._open_driver().post(event)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Takes no more requests, and waits until those that were taken have ended.
+
+        Args:
+            timeout: seconds to wait at most; None for ever.
+
+        Returns:
+            Whether all of them ended in time. The engine stays open, so that they may go on; `close` ends them.
+        """
+        driver = self._open_driver()
+        self._draining = True
+        driver.post(Draining)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while driver.num_open and (deadline is None or time.monotonic() < deadline):
+            time.sleep(_DRAIN_POLL_SECONDS)
+        return not driver.num_open
 
     def close(self) -> None:
         """Ends all requests, stops both workers and gives the weights back. May be called twice."""
@@ -191,6 +205,22 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _transport(make: Callable[[], Drafter], driver: Driver, *, threads: ThreadPlan) -> Transport:
+    """A fresh drafter behind the transport that suits it: what costs device time gets a thread of its own."""
+    drafter = make()
+    worker = DraftWorker(
+        drafter,
+        driver.publish,
+        functools.partial(driver.report_out_of_memory, drafter.name),
+        (lambda schedule: use_threads(threads.draft(schedule))) if drafter.paced else lambda _: None,
+    )
+
+    on_death = functools.partial(driver.report_death, drafter.name)
+    if drafter.paced:
+        return ThreadTransport(worker, name=f"card-{drafter.name}", on_death=on_death)
+    return InlineTransport(worker, on_death=on_death)
 
 
 def _acquire_all(specs: Sequence[ModelSpec]) -> list[Any]:

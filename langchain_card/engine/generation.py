@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -39,12 +40,24 @@ class Generation:
         request: what was asked.
         detokenizer: of this answer.
         abort: called once when the consumer gives up.
+        pause: told True when `max_unread` pieces wait for the consumer, and False when it has caught up.
+        max_unread: see `pause`.
     """
 
-    def __init__(self, request: Request, detokenizer: Detokenizer, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        detokenizer: Detokenizer,
+        abort: Callable[[], None],
+        pause: Callable[[bool], None] = lambda _: None,
+        max_unread: int = 1024,
+    ) -> None:
         self.request = request
         self._detokenizer = detokenizer
         self._abort = abort
+        self._pause = pause
+        self._max_unread = max_unread
+        self._paused = False
         self._ready = threading.Condition()
         self._wakers: list[Callable[[], None]] = []
         self._pieces: deque[Piece] = deque()
@@ -65,6 +78,7 @@ class Generation:
         with self._ready:
             self._pieces += pieces
             self._taken += pieces
+            self._check_pace()
             self._wake()
         return self._detokenizer.num_tokens if self._detokenizer.stopped else None
 
@@ -90,6 +104,17 @@ class Generation:
             self._error, self._reason = error, FinishReason.ERROR
             self._wake()
 
+    def _take(self) -> Piece:
+        piece = self._pieces.popleft()
+        self._check_pace()
+        return piece
+
+    def _check_pace(self) -> None:
+        behind = len(self._pieces) >= (self._max_unread // 2 if self._paused else self._max_unread)
+        if behind != self._paused and self._reason is None:
+            self._paused = behind
+            self._pause(behind)
+
     def _wake(self) -> None:
         self._ready.notify_all()
         wakers, self._wakers = self._wakers, []
@@ -107,7 +132,7 @@ class Generation:
                         self._ready.wait(_WAKE_SECONDS)
                     if not self._pieces:
                         break
-                    piece = self._pieces.popleft()
+                    piece = self._take()
                 yield piece
             self._raise()
         finally:
@@ -123,7 +148,9 @@ class Generation:
                     continue
                 if not self._pieces:
                     break
-                yield self._pieces.popleft()
+                with self._ready:
+                    piece = self._take()
+                yield piece
             self._raise()
         finally:
             self.abort()
@@ -146,6 +173,8 @@ class Generation:
     def result(self) -> Completion:
         """Waits for the end and returns the whole answer."""
         with self._ready:
+            self._max_unread = sys.maxsize  # nobody reads piece by piece
+            self._check_pace()
             while self._reason is None:
                 self._ready.wait(_WAKE_SECONDS)
         return self.completion()

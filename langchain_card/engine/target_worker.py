@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from langchain_card.core.messages import ROOT, Begin, Verdict, Window
-from langchain_card.core.request import Request
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import select_tokens
@@ -15,8 +14,7 @@ from langchain_card.runtime.sampling import select_tokens
 
 @dataclass(slots=True)
 class _Sequence:
-    request: Request
-    schedule: str
+    begin: Begin
     cache: KVCache
 
 
@@ -39,9 +37,8 @@ class TargetWorker:
         return len(self._sequences)
 
     def begin(self, begin: Begin) -> None:
-        """Opens a sequence; its prompt is read with the first window."""
-        request = begin.request
-        self._sequences[request.request_id] = _Sequence(request, begin.schedule, self._runner.open())
+        """Opens a sequence; its text is read with the first window."""
+        self._sequences[begin.request.request_id] = _Sequence(begin, self._runner.open())
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
@@ -52,11 +49,12 @@ class TargetWorker:
         return [self._verify(window, self._sequences[window.request_id]) for window in windows]
 
     def _verify(self, window: Window, sequence: _Sequence) -> Verdict:
-        self._set_threads(sequence.schedule)
-        cache, request = sequence.cache, sequence.request
-        cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
-        if not cache.length and window.start_position:
-            self._runner.prefill(cache, request.prompt_ids[:-1])
+        self._set_threads(sequence.begin.schedule)
+        cache, request = sequence.cache, sequence.begin.request
+        if window.start_position and not cache.length:
+            self._read(sequence)
+        else:
+            cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
         assert cache.length == window.start_position, "the window was cut for another prefix"
         paths = row_paths(window.parents)
         started = time.perf_counter()
@@ -65,6 +63,19 @@ class TargetWorker:
         target_ids = select_tokens(logits, positions, request.params)
         elapsed = time.perf_counter() - started
         return Verdict(window.request_id, window.step_id, tuple(target_ids), elapsed)
+
+    def _read(self, sequence: _Sequence) -> None:
+        """Reads all but the last token: the prompt at once; an answer that goes on row by row, as it was written.
+
+        A row's bits do not depend on the other rows of a step, so the sequence continues exactly as it would have.
+        """
+        prompt_ids, output_ids = sequence.begin.request.prompt_ids, sequence.begin.output_ids
+        self._runner.prefill(sequence.cache, prompt_ids[:-1])
+        rest = (prompt_ids[-1], *output_ids)[: len(output_ids)]
+        for start in range(0, len(rest), self._runner.num_scratch):
+            rows = rest[start : start + self._runner.num_scratch]
+            self._runner.step(sequence.cache, rows, [tuple(range(i + 1)) for i in range(len(rows))])
+            sequence.cache.keep(range(len(rows)))
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:

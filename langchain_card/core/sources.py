@@ -1,0 +1,91 @@
+"""What the core knows of one drafter's view of one request, and how a proposal enters the cache.
+
+Each drafter numbers its own nodes. Three fences keep a late, lost, repeated or malformed proposal from putting a
+candidate under a prefix that it was not drafted from: the incarnation (an earlier life of the drafter or of the
+request), the epoch (an earlier tree of the drafter) and the numbering (what was lost or seen already).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from langchain_card.core.candidates import DEAD, CandidateTree
+from langchain_card.core.messages import Proposal
+
+
+@dataclass(slots=True)
+class SourceState:
+    """One drafter, one request.
+
+    Attributes:
+        incarnation: of the `Begin` in force; proposals of any other are stale.
+        epoch: of the drafter's numbering; older proposals are dropped.
+        nodes: tree node of each of the drafter's own nodes; `candidates.DEAD` where its branch is gone.
+        expanded: tree nodes whose children this drafter has published.
+        applied_len: output tokens that the drafter is known to have applied.
+        credits: steps granted and not yet answered.
+        exhausted: its last step added nothing; it is not asked again before the next correction.
+    """
+
+    incarnation: int = 0
+    epoch: int = -1
+    nodes: list[int] = field(default_factory=list)
+    expanded: set[int] = field(default_factory=set)
+    applied_len: int = 0
+    credits: int = 0
+    exhausted: bool = False
+
+    def copy(self) -> SourceState:
+        """An independent copy."""
+        return replace(self, nodes=self.nodes.copy(), expanded=self.expanded.copy())
+
+    def merge(self, proposal: Proposal, tree: CandidateTree, max_nodes: int) -> int | None:
+        """Enters a proposal's nodes into the cache.
+
+        Args:
+            proposal: of this drafter.
+            tree: of the request.
+            max_nodes: largest number that a drafter may give to a node, and candidates that the tree may hold.
+
+        Returns:
+            How many of its nodes were dropped because their branch is dead or the tree full; None when all of it is
+            stale or makes no sense, and nothing was done.
+        """
+        if not self._admits(proposal, tree, max_nodes):
+            return None
+        if proposal.epoch > self.epoch:
+            self.epoch, self.nodes = proposal.epoch, []
+        self.nodes += [DEAD] * (proposal.first - len(self.nodes))  # lost
+        if proposal.root < proposal.first:
+            self.nodes[proposal.root] = tree.path[proposal.applied_len]
+        self.applied_len = max(self.applied_len, proposal.applied_len)
+        dropped = 0
+        for parent, token, score in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
+            full = len(tree) - len(tree.path) >= max_nodes
+            node = DEAD if full else tree.insert(self.nodes[parent], token, score, proposal.source)
+            self.nodes.append(node)
+            dropped += node == DEAD
+        self.expanded.update(self.nodes[number] for number in proposal.expanded if self.nodes[number] != DEAD)
+        return dropped
+
+    def _admits(self, proposal: Proposal, tree: CandidateTree, max_nodes: int) -> bool:
+        count, first = len(proposal.token_ids), proposal.first
+        if proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
+            return False
+        if proposal.epoch == self.epoch and first < len(self.nodes):
+            return False  # repeated
+        return (
+            first > 0
+            and first + count <= max_nodes
+            and len(proposal.parents) == len(proposal.scores) == count
+            and 0 <= proposal.root < first
+            and 0 <= proposal.applied_len < len(tree.path)
+            and all(0 <= parent < first + i for i, parent in enumerate(proposal.parents))
+            and all(0 <= number < first + count for number in proposal.expanded)
+        )
+
+    def renumber(self, new: Mapping[int, int]) -> None:
+        """Follows a sweep of the tree; what was swept out is dead."""
+        self.nodes = [new.get(node, DEAD) for node in self.nodes]
+        self.expanded = {new[node] for node in self.expanded if node in new}

@@ -1,0 +1,139 @@
+"""`DraftTree`: a drafter's own tree of candidates for one request, likeliest node first. No model in it.
+
+Nothing is pruned: every published node stays open until it is expanded, so a branch that was passed over can be grown
+at any time. A correction that lies in the tree re-roots it, and every surviving node keeps its KV slot; one that does
+not drops the tree and starts a new epoch at the last committed token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from langchain_card.core.messages import Proposal
+
+MAX_NODES = 2048
+"""Nodes of one epoch; a tree that grew for so long is dropped and begun anew."""
+
+
+class DraftTree:
+    """One request as a drafter sees it.
+
+    Args:
+        prompt_ids: at least one token.
+        output_ids: tokens of the answer so far.
+        num_slots: unverified nodes that may hold KV at once.
+
+    Attributes:
+        output_ids: answer tokens applied.
+        epoch: see `core.messages.Proposal`.
+        tokens, parents, scores, slots: [nodes]; scores are cumulative from node 0, slots None until forwarded.
+        children: [nodes] child by token.
+        root: node of the last applied token.
+        open: nodes that are not expanded yet.
+        free_slots: KV slots without a node.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int], num_slots: int) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.output_ids = list(output_ids)
+        self.num_slots = num_slots
+        self.epoch = -1
+        self._start_epoch()
+
+    def copy(self) -> DraftTree:
+        """An independent copy."""
+        copied = DraftTree.__new__(DraftTree)
+        copied.prompt_ids, copied.num_slots = self.prompt_ids, self.num_slots
+        copied.epoch, copied.root = self.epoch, self.root
+        copied.children = [children.copy() for children in self.children]
+        for name in ("output_ids", "tokens", "parents", "scores", "slots", "open", "free_slots"):
+            setattr(copied, name, getattr(self, name).copy())
+        return copied
+
+    def apply(self, start: int, token_ids: Sequence[int]) -> list[int]:
+        """The answer's tokens from `start` on are `token_ids`: a hit re-roots the tree, a miss drops it.
+
+        Returns:
+            Slots of what was committed now and had KV, in order.
+        """
+        known = len(self.output_ids)
+        if not start <= known < start + len(token_ids):
+            return []  # nothing new, or an earlier correction was lost: the next one repeats it
+        kept: list[int] = []
+        node: int | None = self.root
+        for token in token_ids[known - start :]:
+            node = self.children[node].get(token) if node is not None else None
+            if node is not None and (slot := self.slots[node]) is not None:
+                kept.append(slot)
+            self.output_ids.append(token)
+        if node is None or len(self.tokens) > MAX_NODES:
+            self._start_epoch()
+        else:
+            self._re_root(node)
+        return kept
+
+    def choose(self, width: int) -> list[int]:
+        """The likeliest open nodes, at most `width`; the root alone while it is open."""
+        if self.root in self.open:
+            return [self.root]
+        return sorted(self.open, key=lambda node: (-self.scores[node], node))[: min(width, len(self.free_slots))]
+
+    def place(self, node: int) -> tuple[int, ...]:
+        """Gives a node a slot; the slots from the first node below the root down to it."""
+        self.slots[node] = self.free_slots.pop()
+        slots: list[int] = []
+        while node != self.root:
+            slot = self.slots[node]
+            assert slot is not None
+            slots.append(slot)
+            node = self.parents[node]
+        return tuple(reversed(slots))
+
+    def expand(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
+        """Appends children; `scores` are conditional on `parent`."""
+        self.open.discard(parent)
+        for token, score in zip(token_ids, scores):  # noqa: B905
+            self.children[parent][token] = len(self.tokens)
+            self.open.add(len(self.tokens))
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.scores.append(self.scores[parent] + score)
+            self.slots.append(None)
+            self.children.append({})
+
+    def publish(self, source: str, request_id: int, expanded: Sequence[int], elapsed: float) -> Proposal:
+        """The nodes that expanding these gave: the last of the tree."""
+        first = len(self.tokens) - sum(len(self.children[node]) for node in expanded)
+        new = range(first, len(self.tokens))
+        return Proposal(
+            source=source,
+            request_id=request_id,
+            epoch=self.epoch,
+            root=self.root,
+            applied_len=len(self.output_ids),
+            first=first,
+            parents=tuple(self.parents[first:]),
+            token_ids=tuple(self.tokens[first:]),
+            scores=tuple(self.scores[node] - self.scores[self.parents[node]] for node in new),
+            expanded=tuple(expanded),
+            elapsed=elapsed if expanded else 0.0,
+        )
+
+    def _start_epoch(self) -> None:
+        self.epoch += 1
+        self.tokens = [self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]]
+        self.parents, self.scores, self.root = [-1], [0.0], 0
+        self.slots: list[int | None] = [None]
+        self.children: list[dict[int, int]] = [{}]
+        self.open: set[int] = {0}
+        self.free_slots = list(range(self.num_slots))
+
+    def _re_root(self, root: int) -> None:
+        self.root = root
+        alive = {root}
+        for node in range(root + 1, len(self.tokens)):
+            if self.parents[node] in alive:
+                alive.add(node)
+        used = {self.slots[node] for node in alive if node != root}
+        self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
+        self.open &= alive

@@ -1,0 +1,113 @@
+"""A world's state as one value: equal for states that cannot behave differently, whatever numbers they have reached.
+
+Left out: statistics, times, and the absolute values of step ids, epochs and incarnations; only how they compare
+matters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_card.core import messages as m
+from langchain_card.core.candidates import DEAD, CandidateTree
+from langchain_card.core.request import RequestState
+from langchain_card.core.sources import SourceState
+from langchain_card.testing.process import Draft
+from langchain_card.testing.world import World
+
+
+def fingerprint(world: World) -> int:
+    """A hash of what matters of `world`; 61 bits, so that a collision among millions is unlikely."""
+    core, scheduler = world.core, world.core.scheduler
+    states = {s.request.request_id: s for s in (*scheduler.running.values(), *scheduler.waiting)}
+    value = (
+        tuple(scheduler.running),
+        tuple(state.request.request_id for state in scheduler.waiting),
+        tuple(_request(state) for state in states.values()),
+        tuple(sorted(world.finished)),
+        tuple(world.finished[request_id].value for request_id in sorted(world.finished)),
+        tuple(len(tokens) for tokens in world.emitted.values()),
+        scheduler.capacity,
+        core.draining,
+        tuple(name in core.workers for name in (m.TARGET, *world.drafts)),
+        None if world.target is None else tuple(world.target.held.items()),
+        None if world.windows is None else tuple(window.request_id for window in world.windows),
+        world.waiting,
+        tuple((verdict.request_id, _is_awaited(states, verdict)) for verdict in world.late),
+        tuple(world.restarts),
+        tuple(sorted(world.faults.items())),
+        tuple(_draft(draft, name, states) for name, draft in world.drafts.items()),
+    )
+    return hash(value)
+
+
+def _is_awaited(states: dict[int, RequestState], verdict: m.Verdict) -> bool:
+    state = states.get(verdict.request_id)
+    return state is not None and state.window is not None and state.window.step_id == verdict.step_id
+
+
+def _request(state: RequestState) -> Any:
+    tree, number = state.tree, _canonical(state.tree)
+    live = [node for node in range(tree.root + 1, len(tree)) if number.get(node, DEAD) >= 0]
+    window = state.window
+    return (
+        len(state.output_ids),
+        tuple((number[tree.parents[node]], tree.tokens[node], tree.sources[node]) for node in live),
+        None if window is None else (window.token_ids, window.parents, window.kept_rows),
+        state.kept_rows,
+        state.wait_until is not None,
+        state.paused,
+        state.failures,
+        tuple((name, _source(source, number)) for name, source in state.sources.items()),
+    )
+
+
+def _source(source: SourceState, number: dict[int, int]) -> Any:
+    return (
+        tuple(number.get(node, DEAD) for node in source.nodes),
+        tuple(sorted(n for node in source.expanded if (n := number.get(node, DEAD)) != DEAD)),
+        source.applied_len,
+        source.credits,
+        source.exhausted,
+    )
+
+
+def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
+    def against(request_id: int, incarnation: int, epoch: int) -> Any:
+        state = states.get(request_id)
+        source = state.sources.get(name) if state is not None else None
+        if source is None or source.incarnation != incarnation:
+            return None  # stale for ever
+        return epoch - source.epoch
+
+    trees = []
+    for request_id, tree in draft.drafter.trees.items():
+        begun = draft.begun[request_id]
+        shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), len(tree.output_ids))
+        trees.append((request_id, against(request_id, begun.incarnation, tree.epoch), shape, draft.leave[request_id]))
+    outbox = [
+        (p.request_id, relative, p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded)
+        for p in draft.outbox
+        if (relative := against(p.request_id, p.incarnation, p.epoch)) is not None
+    ]
+    stale = len(draft.outbox) - len(outbox)
+    return draft.alive, tuple(trees), tuple(map(_command, draft.inbox)), tuple(outbox), stale
+
+
+def _command(command: Any) -> Any:
+    match command:
+        case m.Begin(_, request):
+            return ("begin", request.request_id, len(command.output_ids))
+        case m.Correct(_, request_id, start, token_ids):
+            return ("correct", request_id, start, len(token_ids))
+        case m.Grow(_, request_id, widths):
+            return ("grow", request_id, widths)
+        case m.End(_, request_id):
+            return ("end", request_id)
+
+
+def _canonical(tree: CandidateTree) -> dict[int, int]:
+    """Number of each node that can still matter: committed ones from -2 downwards, live candidates from 0 upwards."""
+    number = {node: -2 - depth for depth, node in enumerate(tree.path)}
+    live = (node for node in range(tree.root + 1, len(tree)) if tree.is_alive(node))
+    return number | {node: i for i, node in enumerate(live)} | {DEAD: DEAD}

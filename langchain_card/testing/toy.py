@@ -1,0 +1,234 @@
+"""Toy models: a target and drafts whose choices are scripted, so that every token of an answer is known beforehand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from langchain_card.core.messages import Begin, Proposal, Verdict, Window
+from langchain_card.core.request import Request
+from langchain_card.drafters.tree import DraftTree
+from langchain_card.ports import Budget
+
+StepTime: TypeAlias = Callable[[int], float]
+LIKELY, UNLIKELY = math.log(0.6), math.log(0.2)
+_MULTIPLIER, _MODULUS = 48_271, 2**31 - 1
+
+
+class ToyModel:
+    """A target whose choice depends on the whole prefix, and drafts that know it with a chance.
+
+    Args:
+        vocab_size: tokens 0 .. vocab_size - 1.
+        top: chance that a draft's likeliest child is the target's token.
+        sibling: chance that its second child is, when the first is not.
+        seed: another one gives other texts.
+    """
+
+    def __init__(self, vocab_size: int = 5, top: float = 0.6, sibling: float = 0.5, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self._top, self._sibling, self._seed = top, sibling, seed
+        self.target_token = functools.lru_cache(maxsize=1 << 16)(self._target_token)
+        self.candidates = functools.lru_cache(maxsize=1 << 16)(self._candidates)
+
+    def _target_token(self, prefix: tuple[int, ...]) -> int:
+        """The target's token after `prefix`."""
+        return self._draw(prefix, 0) % self.vocab_size
+
+    def _candidates(self, prefix: tuple[int, ...], source: int = 1) -> tuple[tuple[int, float], ...]:
+        """Tokens that draft number `source` proposes after `prefix`, likeliest first, with log chances."""
+        right, draw = self.target_token(prefix), self._draw(prefix, source)
+        wrong = (right + 1 + draw % (self.vocab_size - 1)) % self.vocab_size
+        chance = draw / _MODULUS
+        if chance < self._top:
+            return ((right, LIKELY), (wrong, UNLIKELY))
+        if chance < self._top + (1 - self._top) * self._sibling:
+            return ((wrong, LIKELY), (right, UNLIKELY))
+        return ((wrong, LIKELY),)
+
+    def answer(self, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        """What the target writes alone."""
+        prefix = tuple(prompt_ids)
+        for _ in range(count):
+            prefix += (self.target_token(prefix),)
+        return prefix[len(prompt_ids) :]
+
+    def _draw(self, prefix: tuple[int, ...], stream: int) -> int:
+        state = 1 + self._seed + 7919 * stream
+        for token in prefix:
+            state = (state + token + 1) * _MULTIPLIER % _MODULUS
+        return state * _MULTIPLIER % _MODULUS
+
+
+class ToyTarget:
+    """The target's side, with a token list in the place of each sequence's KV.
+
+    Args:
+        model: the script.
+        step_time: seconds of a pass by its number of rows; only reported.
+    """
+
+    def __init__(self, model: ToyModel, step_time: StepTime = lambda rows: 0.0) -> None:
+        self.model = model
+        self.step_time = step_time
+        self._begun: dict[int, Begin] = {}
+        self._kv: dict[int, tuple[int, ...]] = {}
+        self._last: dict[int, Window] = {}
+
+    def copy(self) -> ToyTarget:
+        """An independent copy."""
+        copied = ToyTarget(self.model, self.step_time)
+        copied._begun, copied._kv, copied._last = self._begun.copy(), self._kv.copy(), self._last.copy()
+        return copied
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Positions of KV by request."""
+        return {request_id: len(kv) for request_id, kv in self._kv.items()}
+
+    def begin(self, begin: Begin) -> None:
+        """Opens a sequence and reads all but its last token."""
+        request_id = begin.request.request_id
+        self._begun[request_id] = begin
+        self._kv[request_id] = (*begin.request.prompt_ids, *begin.output_ids)[:-1]
+        self._last.pop(request_id, None)
+
+    def end(self, request_id: int) -> None:
+        """Frees a sequence."""
+        for held in (self._begun, self._kv, self._last):
+            held.pop(request_id, None)
+
+    def verify(self, windows: Sequence[Window]) -> list[Verdict]:
+        """The scripted token after every row; checks that the window continues what the KV holds."""
+        return [self._verify(window) for window in windows]
+
+    def _verify(self, window: Window) -> Verdict:
+        request_id = window.request_id
+        if (last := self._last.get(request_id)) is not None:
+            self._kv[request_id] += tuple(last.token_ids[row] for row in window.kept_rows)
+        self._last[request_id] = window
+        kv = self._kv[request_id]
+        assert len(kv) == window.start_position, "the window does not start where the KV ends"
+        prefixes: list[tuple[int, ...]] = []
+        for token, parent in zip(window.token_ids, window.parents):  # noqa: B905
+            prefixes.append((*(kv if parent < 0 else prefixes[parent]), token))
+        elapsed = self.step_time(len(window.token_ids))
+        return Verdict(request_id, window.step_id, tuple(map(self.model.target_token, prefixes)), elapsed)
+
+
+class ToyDrafter:
+    """A drafter without a model: the tree is the real one, its children are scripted.
+
+    Args:
+        model: the script.
+        name: of the drafter.
+        number: which of the script's drafts it is, from 1.
+        paced: see `ports.Drafter`.
+        num_slots: nodes that it may hold at once.
+        step_time: seconds of a step by the number of nodes that it expands; only reported.
+    """
+
+    def __init__(
+        self,
+        model: ToyModel,
+        name: str = "toy",
+        number: int = 1,
+        *,
+        paced: bool = True,
+        num_slots: int = 64,
+        step_time: StepTime = lambda rows: 0.0,
+    ) -> None:
+        self.name, self.paced = name, paced
+        self._model, self._number, self._num_slots, self.step_time = model, number, num_slots, step_time
+        self.trees: dict[int, DraftTree] = {}
+
+    def copy(self) -> ToyDrafter:
+        """An independent copy."""
+        copied = ToyDrafter(self._model, self.name, self._number, paced=self.paced, num_slots=self._num_slots)
+        copied.step_time = self.step_time
+        copied.trees = {request_id: tree.copy() for request_id, tree in self.trees.items()}
+        return copied
+
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        """Opens a sequence."""
+        self.trees[request.request_id] = DraftTree(request.prompt_ids, output_ids, self._num_slots)
+
+    def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
+        """Applies what is new."""
+        if (tree := self.trees.get(request_id)) is not None:
+            tree.apply(start, token_ids)
+
+    def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
+        """Expands the likeliest open nodes."""
+        return [self._step(budget) for budget in budgets if budget.request_id in self.trees]
+
+    def end(self, request_id: int) -> None:
+        """Frees a sequence."""
+        self.trees.pop(request_id, None)
+
+    def close(self) -> None:
+        """Frees everything."""
+        self.trees.clear()
+
+    def _step(self, budget: Budget) -> Proposal:
+        tree = self.trees[budget.request_id]
+        nodes = tree.choose(budget.width)
+        for node in nodes:
+            if node != tree.root:
+                tree.place(node)
+            found = self._model.candidates(self._prefix(tree, node), self._number)
+            tree.expand(node, [token for token, _ in found], [score for _, score in found])
+        return tree.publish(self.name, budget.request_id, nodes, self.step_time(len(nodes)))
+
+    def _prefix(self, tree: DraftTree, node: int) -> tuple[int, ...]:
+        below: list[int] = []
+        while node != tree.root:
+            below.append(tree.tokens[node])
+            node = tree.parents[node]
+        return (*tree.prompt_ids, *tree.output_ids, *reversed(below))
+
+
+class FixedPolicy:
+    """A policy that measures nothing: always draft, verify all, wait a little. The same state gives the same choice.
+
+    Args:
+        widths: nodes of each draft step that comes with a correction, under `parallel`.
+        patience: seconds that a round waits for its draft.
+    """
+
+    def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0) -> None:
+        self._widths, self._patience = widths, patience
+
+    def schedule(self, asked: str, *, has_drafters: bool) -> str:
+        """The asked one."""
+        return asked if has_drafters else "plain"
+
+    def widths(self, schedule: str, *, hit: bool) -> tuple[int, ...]:
+        """The fixed ones."""
+        return self._widths if schedule == "parallel" else ()
+
+    def draft_pays(self, schedule: str, chance: float) -> bool:
+        """Always."""
+        return True
+
+    def window(self, schedule: str, chances: Sequence[float]) -> int:
+        """All of them."""
+        return len(chances)
+
+    def patience(self, schedule: str) -> float:
+        """The fixed one."""
+        return self._patience
+
+    def saw_round(self, schedule: str, tokens: int, elapsed: float) -> None:
+        """Ignored."""
+
+    def saw_target_step(self, schedule: str, rows: int, elapsed: float) -> None:
+        """Ignored."""
+
+    def saw_draft_step(self, schedule: str, elapsed: float) -> None:
+        """Ignored."""
+
+    def saw_token(self, schedule: str, *, hit: bool) -> None:
+        """Ignored."""

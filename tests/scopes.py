@@ -1,0 +1,44 @@
+"""The worlds that are explored: small enough to see all of them, wide enough for every event to meet every other."""
+
+from __future__ import annotations
+
+from langchain_card.config import Limits
+from langchain_card.testing import FixedPolicy, Scope
+
+SMALL = Limits(max_num_seqs=2, max_window=3, max_lead=2, max_tree_nodes=3, max_queue=2)
+POLICY = FixedPolicy()
+WIDE = Limits(max_num_seqs=2, max_window=4, max_lead=3, max_tree_nodes=5, max_queue=2)
+
+EXHAUSTIVE = [
+    Scope("two requests", requests=2, max_tokens=3, limits=SMALL),
+    Scope("two drafters", drafters=2, limits=SMALL),
+    Scope("a draft dies and comes back", max_tokens=4, faults={"kill": 2}, limits=WIDE),
+    Scope("the target dies and comes back", max_tokens=4, faults={"kill target": 2}, limits=SMALL),
+    Scope("a consumer leaves", requests=2, max_tokens=2, faults={"abort": 1}, limits=SMALL),
+    Scope("a slow consumer", requests=2, max_tokens=2, faults={"pause": 1}, limits=SMALL),
+    Scope(
+        "out of memory", requests=2, max_tokens=2, faults={"target out of memory": 2, "out of memory": 1}, limits=SMALL
+    ),
+    Scope("lost and repeated messages", max_tokens=4, faults={"lose": 1, "repeat": 1}, limits=SMALL),
+    Scope("one after the other", max_tokens=5, schedule="sequential", faults={"kill": 1, "lose": 1}, limits=WIDE),
+    Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, limits=SMALL),
+]
+
+LONG = [
+    Scope("two requests, longer", requests=2, max_tokens=4, limits=SMALL),
+    Scope("two drafters, one dies", drafters=2, max_tokens=3, faults={"kill": 1}, limits=SMALL),
+    Scope("two requests, the target dies", requests=2, max_tokens=3, faults={"kill target": 1}, limits=SMALL),
+    Scope("all at once", max_tokens=4, faults={"kill": 1, "kill target": 1, "lose": 1, "abort": 1}, limits=SMALL),
+    Scope("two requests, messages lost", requests=2, max_tokens=2, faults={"lose": 1, "repeat": 1}, limits=SMALL),
+]
+
+
+def long_text(seed: int, *, schedule: str = "parallel") -> Scope:
+    """A world for one random run: several requests, two drafters, every fault several times."""
+    faults = dict.fromkeys(("kill", "kill target", "out of memory", "pause"), 3)
+    faults |= {"target out of memory": 1, "lose": 10, "repeat": 10, "abort": seed % 2, "drain": 0}
+    limits = Limits(max_num_seqs=2, max_window=6, max_lead=6, max_tree_nodes=24, max_queue=4, max_failures=9)
+    return Scope(
+        f"long text {seed}", requests=3, max_tokens=60, drafters=2, schedule=schedule,  # type: ignore[arg-type]
+        vocab_size=5, top=(0.3, 0.6, 0.9)[seed % 3], seed=seed, limits=limits, widths=(1, 1, 2, 2), faults=faults,
+    )  # fmt: skip

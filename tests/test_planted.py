@@ -1,0 +1,228 @@
+"""Bugs planted into the core, each of which the explorer must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import scopes
+
+from langchain_card.core import coordinator, query, sources
+from langchain_card.core import messages as m
+from langchain_card.core.candidates import CandidateTree
+from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.core.scheduler import Scheduler
+from langchain_card.core.sources import SourceState
+from langchain_card.core.walk import cut, walk
+from langchain_card.testing import RandomChooser, Violation, exhaust, run
+
+Patch = pytest.MonkeyPatch
+
+
+def caught(reason: str, *worlds: str) -> None:
+    """The exhaustive exploration of one of these worlds, or a random run, breaks with this reason."""
+    for scope in scopes.EXHAUSTIVE:
+        if scope.name in worlds:
+            with pytest.raises(Violation, match=reason):
+                exhaust(scope)
+            return
+    with pytest.raises(Violation, match=reason):
+        for seed in range(200):
+            run(scopes.long_text(seed), RandomChooser(seed, 0.02), seed=seed)
+
+
+def replaced(function: Callable[..., Any], old: str, new: str, module: Any) -> Any:
+    """The function with a piece of its source replaced, compiled where it came from."""
+    import inspect
+    import textwrap
+
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source, "the bug no longer fits the code"
+    space: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + source.replace(old, new), vars(module), space)
+    return space[function.__name__]
+
+
+def test_planted_no_epoch_fence(monkeypatch: Patch) -> None:
+    """All trees of a drafter share one numbering, whichever of them a proposal is from."""
+    monkeypatch.setattr(
+        SourceState, "merge", replaced(SourceState.merge, "proposal.epoch > self.epoch", "False", sources)
+    )
+    caught("wrong prefix")
+
+
+def test_planted_no_incarnation_fence(monkeypatch: Patch) -> None:
+    """Proposals of a drafter that died meet the numbering of its successor."""
+    old, new = "proposal.incarnation != self.incarnation or ", ""
+    monkeypatch.setattr(SourceState, "_admits", replaced(SourceState._admits, old, new, sources))
+    caught("wrong prefix|list index")
+
+
+def test_planted_stale_verdict_accepted(monkeypatch: Patch) -> None:
+    """The answer of a target that was killed counts for the window that its successor works on."""
+    bad = replaced(Coordinator._commit, " or state.window.step_id != verdict.step_id", "", coordinator)
+    monkeypatch.setattr(Coordinator, "_commit", bad)
+    caught("target's|KV|range", "the target dies and comes back")
+
+
+def test_planted_lost_proposal_shifts_the_numbering(monkeypatch: Patch) -> None:
+    """What was lost leaves no gap, so that all later numbers mean other nodes."""
+    bad = replaced(SourceState.merge, "self.nodes += [DEAD] * (proposal.first - len(self.nodes))", "pass", sources)
+    monkeypatch.setattr(SourceState, "merge", bad)
+    monkeypatch.setattr(
+        SourceState,
+        "_admits",
+        replaced(SourceState._admits, "proposal.incarnation != self.incarnation", "False", sources),
+    )
+    caught("wrong prefix|out of range")
+
+
+def test_planted_cache_not_shifted_after_a_hit(monkeypatch: Patch) -> None:
+    """The root stays where it was when its child came true."""
+
+    def advance(self: CandidateTree, token: int) -> bool:
+        hit = token in self._children[self.root]
+        self.path.append(self.root)
+        return hit
+
+    monkeypatch.setattr(CandidateTree, "advance", advance)
+    caught("the tree does not hold the answer", "two drafters")
+
+
+def test_planted_window_off_by_one(monkeypatch: Patch) -> None:
+    """A row more than the window or the answer has room for."""
+    old, new = "min(self.limits.max_window, left) - 1", "min(self.limits.max_window, left)"
+    monkeypatch.setattr(query.Query, "window", replaced(query.Query.window, old, new, query))
+    caught("more rows|max_window|^assert", "two drafters")
+
+
+def test_planted_bonus_dropped(monkeypatch: Patch) -> None:
+    """The target's token after the last accepted candidate is thrown away."""
+
+    def walk_without_bonus(window: m.Window, ids: Any) -> tuple[list[int], list[int]]:
+        rows, tokens = walk(window, ids)
+        return (rows[:-1], tokens[:-1]) if len(rows) > 1 else (rows, tokens)
+
+    monkeypatch.setattr(coordinator, "walk", walk_without_bonus)
+    with pytest.raises(AssertionError):
+        check_bonus()
+
+
+def test_planted_end_of_text_ignored_inside_a_window(monkeypatch: Patch) -> None:
+    """Only the last token of a round is looked at."""
+
+    def careless(tokens: list[int], request: Request, num_output: int) -> Any:
+        ends = tokens[-1] in request.eos_ids
+        return (tokens, FinishReason.STOP) if ends else cut(tokens, Request(0, (1,), request.params, ()), num_output)
+
+    check_end_of_text()
+    monkeypatch.setattr(coordinator, "cut", careless)
+    with pytest.raises(AssertionError):
+        check_end_of_text()
+
+
+def test_planted_first_kept_row_dropped(monkeypatch: Patch) -> None:
+    """The target is not told that the first row of the last window was committed."""
+    bad = replaced(Coordinator._commit, "tuple(rows[: len(tokens)])", "tuple(rows[1 : len(tokens)])", coordinator)
+    monkeypatch.setattr(Coordinator, "_commit", bad)
+    caught("does not start where the KV ends", "two requests")
+
+
+def test_planted_kept_rows_survive_a_new_beginning(monkeypatch: Patch) -> None:
+    """A target that read the whole answer again is told to keep rows of a window that it never saw."""
+    monkeypatch.setattr(
+        Coordinator, "_begin", replaced(Coordinator._begin, "state.kept_rows = ()", "pass", coordinator)
+    )
+    with pytest.raises(AssertionError, match="kept rows"):
+        check_a_new_beginning()
+
+
+def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
+    """All drafters share one numbering."""
+    old, new = "state.sources.get(proposal.source)", "next(iter(state.sources.values()), None)"
+    monkeypatch.setattr(Coordinator, "_grow", replaced(Coordinator._grow, old, new, coordinator))
+    old, new = "proposal.incarnation != self.incarnation or ", ""
+    monkeypatch.setattr(SourceState, "_admits", replaced(SourceState._admits, old, new, sources))
+    caught("wrong prefix")
+
+
+def test_planted_correction_not_cumulative(monkeypatch: Patch) -> None:
+    """A drafter that missed a correction is told the newest tokens as if it had not."""
+    old = "tuple(state.output_ids[source.applied_len :])"
+    bad = replaced(Coordinator._correct, old, "tuple(state.output_ids[-1:])", coordinator)
+    monkeypatch.setattr(Coordinator, "_correct", bad)
+    caught("wrong prefix")
+
+
+def test_planted_sweep_without_renumbering(monkeypatch: Patch) -> None:
+    """Dead nodes are swept out of the tree, and the drafters' maps still show the old numbers."""
+    monkeypatch.setattr(SourceState, "renumber", lambda self, new: None)
+    caught("wrong prefix|out of range")
+
+
+def test_planted_the_target_waits_for_its_draft_for_ever(monkeypatch: Patch) -> None:
+    """A lost message or a dead drafter stops the answer."""
+    monkeypatch.setattr("langchain_card.testing.world.FOREVER", 0.0)
+    caught("no end can be reached|nothing can happen", "lost and repeated messages")
+
+
+def test_planted_a_slot_is_freed_twice(monkeypatch: Patch) -> None:
+    """An aborted request that had been put back is counted out twice."""
+
+    def put_back(self: Scheduler, state: Any) -> None:
+        self.waiting.appendleft(state)
+
+    monkeypatch.setattr(Scheduler, "put_back", put_back)
+    caught("was lost|ended twice|dead target|must|counted", "the target dies and comes back")
+
+
+def test_planted_end_not_sent(monkeypatch: Patch) -> None:
+    """An ended request keeps its KV on the workers."""
+    monkeypatch.setattr(Coordinator, "_leave", lambda self, state: [])
+    caught("holds KV", "a consumer leaves")
+
+
+# What the planted bugs above break, on the code as it is.
+
+
+def commit_three_rows(eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """What is emitted when the target agrees with both candidates of a window."""
+    core = Coordinator((), scopes.WIDE, scopes.POLICY)
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9), eos_ids), 0.0))
+    core.handle(m.TargetReady(0.0))
+    state = core.scheduler.running[0]
+    assert state.window is not None
+    state.tree.insert(0, 11, -0.1, "toy")
+    state.tree.insert(1, 12, -0.1, "toy")
+    state.window = m.Window(0, state.window.step_id, 1, (2, 11, 12), (m.ROOT, 0, 1))
+    emit, *_ = core.handle(m.Verified(m.Verdict(0, state.window.step_id, (11, 12, 13)), 0.0))
+    assert isinstance(emit, m.Emit)
+    return emit.token_ids
+
+
+def check_bonus() -> None:
+    assert commit_three_rows(()) == (11, 12, 13)
+
+
+def check_end_of_text() -> None:
+    assert commit_three_rows((12,)) == (11, 12)
+
+
+def check_a_new_beginning() -> None:
+    core = Coordinator((), scopes.WIDE, scopes.POLICY)
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9)), 0.0))
+    verify = core.handle(m.TargetReady(0.0))[-1]
+    assert isinstance(verify, m.Verify)
+    core.handle(m.Verified(m.Verdict(0, verify.windows[0].step_id, (11,)), 0.0))
+    core.handle(m.WorkerDied(m.TARGET, 0.0))
+    core.handle(m.WorkerStarted(m.TARGET, 0.0))
+    verify = core.handle(m.TargetReady(0.0))[-1]
+    assert isinstance(verify, m.Verify)
+    assert not verify.windows[0].kept_rows, "kept rows of a window that this target never saw"
+
+
+@pytest.mark.parametrize("check", [check_bonus, check_end_of_text, check_a_new_beginning])
+def test_planted_checks_hold_without_a_bug(check: Callable[[], None]) -> None:
+    check()
