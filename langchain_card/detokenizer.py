@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from langchain_card.core.messages import TokenLogprob
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -18,11 +20,13 @@ class Piece:
         text: may be empty (half a character, the beginning of a stop string, a control token) or hold what was kept
             back before.
         source: the drafter that had proposed the token, or "" when it is the target's own.
+        logprob: of the token, when the request wants it.
     """
 
     token_id: int
     text: str
     source: str = ""
+    logprob: TokenLogprob | None = None
 
 
 class Detokenizer:
@@ -52,15 +56,17 @@ class Detokenizer:
         """Tokens taken so far."""
         return len(self._token_ids)
 
-    def push(self, token_ids: Sequence[int], sources: Sequence[str]) -> list[Piece]:
+    def push(
+        self, token_ids: Sequence[int], sources: Sequence[str], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[Piece]:
         """Takes the next tokens; the pieces end at a stop string."""
         pieces: list[Piece] = []
-        for token_id, source in zip(token_ids, sources, strict=True):
+        for token_id, source, logprob in zip(token_ids, sources, logprobs or [None] * len(token_ids), strict=True):
             if self.stopped:
                 break
             self._token_ids.append(token_id)
             self._decoded += self._stream.step(self._backend, token_id) or ""
-            pieces.append(Piece(token_id, self._certain(), source))
+            pieces.append(Piece(token_id, self._certain(), source, logprob))
         return pieces
 
     def finish(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
+from langchain_card.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Drafter(Protocol):
     name: str
     paced: bool
 
-    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+    def begin(self, request: Request) -> None:
         """A request starts; nothing need be computed yet."""
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:

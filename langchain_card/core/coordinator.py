@@ -190,7 +190,8 @@ class Coordinator:
         state.output_ids += tokens
         self._count(state, window, sources[: len(rows) - 1], hit, verdict.elapsed, now)
         accepted = tuple(sources[: len(rows) - 1]) + ("",) * (len(tokens) - len(rows) + 1)
-        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), accepted[: len(tokens)])]
+        logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
+        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), accepted[: len(tokens)], logprobs)]
         if reason is not None:
             return effects + self._finish(state, reason, now)
         if len(state.tree) > len(state.tree.path) + self.limits.max_tree_nodes:

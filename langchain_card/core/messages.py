@@ -74,6 +74,19 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The target's log-probabilities where it chose a token: log-softmax of its raw logits.
+
+    Attributes:
+        logprob: of the chosen token.
+        top: (token id, log-probability) of the likeliest tokens, best first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The target's own token after each row of a window.
 
@@ -81,12 +94,14 @@ class Verdict:
         request_id, step_id: of the window.
         target_ids: [rows].
         elapsed: seconds of the pass, prompt reading left out.
+        logprobs: [rows] of the target's tokens; empty when the request wants none.
     """
 
     request_id: int
     step_id: int
     target_ids: tuple[int, ...]
     elapsed: float = 0.0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 # Events: what happened.
@@ -205,11 +220,13 @@ class Emit:
 
     Attributes:
         sources: [n] the drafter that had proposed each token, or "" for the target's own.
+        logprobs: [n] of the tokens; empty when the request wants none.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
     sources: tuple[str, ...] = field(default=())
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

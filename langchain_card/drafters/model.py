@@ -3,10 +3,15 @@
 Every step expands the open nodes with the largest cumulative chance and publishes their likeliest children. A
 correction that lies in the tree re-roots it and keeps every surviving node's KV; one that does not drops the tree and
 starts a new epoch at the last committed token.
+
+Under sampling the draft is coupled to the target: it ranks children by its own processed scores plus the very noise
+that the target will add at that position. Where both models agree roughly, they then pick the same token, however
+random it is. (Drafter-invariant coupling, arXiv 2408.07978.)
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -14,9 +19,11 @@ import torch
 from torch import Tensor
 
 from langchain_card.core.messages import Proposal
+from langchain_card.core.request import Request
 from langchain_card.ports import Budget
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.sampling import Sampler
 
 MAX_NODES = 4096
 """Nodes of one epoch; a tree that grew for so long is dropped and begun anew."""
@@ -27,19 +34,58 @@ CATCH_UP_ROWS = 16
 MIN_CHANCE = 0.004
 """Children below this chance are not published."""
 
+LOG_MIN_CHANCE = math.log(MIN_CHANCE)
+
+
+NO_SLOT = -1
+
+RANK_PRIOR = (0.7, 0.12, 0.05, 0.03)
+"""Chance that the target picks the child of each rank, before anything was learnt (docs/LOG.md)."""
+
+RANK_PRIOR_WEIGHT = 20
+RANK_DECAY = 0.99
+
+
+class RankChances:
+    """How often the target picks the child of each rank, where children are ranked by the perturbed score.
+
+    Learnt from every expanded node that was committed. Under sampling q itself says little: the noise that decides is
+    known and already in the ranking, and what remains open is how far the two models' scores differ, which is a
+    property of the pair and the temperature. So the rank is the estimate; the same for all nodes.
+
+    Args:
+        num_ranks: children of a node.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._picked = [prior * RANK_PRIOR_WEIGHT for prior in (*RANK_PRIOR, *[RANK_PRIOR[-1]] * num_ranks)[:num_ranks]]
+        self._seen = float(RANK_PRIOR_WEIGHT)
+
+    def learn(self, rank: int | None) -> None:
+        """The target picked the child of this rank, or none of the children."""
+        self._seen = self._seen * RANK_DECAY + 1
+        self._picked = [n * RANK_DECAY + (i == rank) for i, n in enumerate(self._picked)]
+
+    def log_chances(self) -> list[float]:
+        """[num_ranks], none below `MIN_CHANCE`: a rank that is not published is never seen to be right."""
+        return [math.log(max(n / self._seen, MIN_CHANCE)) for n in self._picked]
+
 
 class DraftTree:
     """One request as the draft sees it.
 
     Attributes:
+        sampler: the request's own processors and noise.
         output_ids: answer tokens applied.
         epoch: see `core.messages.Proposal`.
-        tokens, parents, scores, slots: [nodes]; scores are cumulative from node 0, slots None until forwarded.
+        tokens, parents, scores, slots: [nodes]; scores are cumulative from node 0, slots `NO_SLOT` until forwarded.
         root: node of the last applied token.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], cache: KVCache) -> None:
-        self.prompt_ids = list(prompt_ids)
+    def __init__(self, request: Request, cache: KVCache) -> None:
+        self.params = request.params
+        self.sampler = Sampler(request.params, request.prompt_ids)
+        self.prompt_ids = list(request.prompt_ids)
         self.output_ids: list[int] = []
         self.cache = cache
         self.epoch = -1
@@ -50,7 +96,7 @@ class DraftTree:
         self.epoch += 1
         self.tokens = [self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]]
         self.parents, self.scores, self.root = [-1], [0.0], 0
-        self.slots: list[int | None] = [None]
+        self.slots = [NO_SLOT]
         self.children: list[dict[int, int]] = [{}]
         self.open: set[int] = {0}
         self.free_slots = list(range(self.cache.num_scratch))
@@ -60,15 +106,13 @@ class DraftTree:
         length, num_prompt = self.cache.length, len(self.prompt_ids)
         return self.prompt_ids[length:] + self.output_ids[max(0, length - num_prompt) :]
 
-    def path(self, node: int) -> tuple[int, ...]:
-        """Slots from the first node below the root down to `node`, all of them forwarded."""
-        slots: list[int] = []
+    def path(self, node: int) -> list[int]:
+        """Nodes from the first one below the root down to `node`."""
+        nodes: list[int] = []
         while node != self.root:
-            slot = self.slots[node]
-            assert slot is not None
-            slots.append(slot)
+            nodes.append(node)
             node = self.parents[node]
-        return tuple(reversed(slots))
+        return nodes[::-1]
 
     def add_children(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
         """Appends nodes below `parent`; `scores` are conditional."""
@@ -78,23 +122,32 @@ class DraftTree:
             self.tokens.append(token)
             self.parents.append(parent)
             self.scores.append(self.scores[parent] + score)
-            self.slots.append(None)
+            self.slots.append(NO_SLOT)
             self.children.append({})
 
-    def apply(self, token_ids: Sequence[int]) -> None:
-        """Commits tokens: a hit re-roots the tree, a miss drops it."""
+    def apply(self, token_ids: Sequence[int]) -> list[int | None]:
+        """Commits tokens: a hit re-roots the tree, a miss drops it.
+
+        Returns:
+            For each expanded node that was committed the rank of the child that came true; None when none did.
+        """
         kept: list[int] = []
+        ranks: list[int | None] = []
         node: int | None = self.root
         for token in token_ids:
+            if node is not None and (children := self.children[node]):
+                ranks.append(list(children).index(token) if token in children else None)
             node = self.children[node].get(token) if node is not None else None
-            if node is not None and self.slots[node] is not None:
-                kept.append(self.slots[node])  # type: ignore[arg-type]
-            self.output_ids.append(token)
+            if node is not None and self.slots[node] != NO_SLOT:
+                kept.append(self.slots[node])
+        self.output_ids += token_ids
+        self.sampler.commit(token_ids)
         self.cache.keep(kept)
         if node is None or len(self.tokens) > MAX_NODES:
             self.start_epoch()
         else:
             self._re_root(node)
+        return ranks
 
     def _re_root(self, root: int) -> None:
         self.root = root
@@ -124,16 +177,19 @@ class ModelDrafter:
         self._vocab_size = vocab_size
         self._num_children = num_children
         self._trees: dict[int, DraftTree] = {}
+        self._ranks = RankChances(num_children)
 
-    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+    def begin(self, request: Request) -> None:
         """Opens a sequence; the prompt is read with the first step."""
-        self._trees[request_id] = DraftTree(prompt_ids, self._runner.open())
+        self._trees[request.request_id] = DraftTree(request, self._runner.open())
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
         tree = self._trees.get(request_id)
         if tree is not None and start <= len(tree.output_ids) < start + len(token_ids):
-            tree.apply(token_ids[len(tree.output_ids) - start :])
+            for rank in tree.apply(token_ids[len(tree.output_ids) - start :]):
+                if tree.params.temperature > 0:
+                    self._ranks.learn(rank)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """One forward pass per request; a proposal without nodes when its tree cannot grow."""
@@ -196,15 +252,21 @@ class ModelDrafter:
     def _forward(self, tree: DraftTree, nodes: list[int]) -> Tensor:
         for node in nodes:
             tree.slots[node] = tree.free_slots.pop()
-        return self._runner.step(tree.cache, [tree.tokens[n] for n in nodes], [tree.path(n) for n in nodes])
+        paths = [tuple(tree.slots[n] for n in tree.path(node)) for node in nodes]
+        return self._runner.step(tree.cache, [tree.tokens[node] for node in nodes], paths)
 
     @torch.inference_mode()
     def _expand(self, tree: DraftTree, nodes: list[int], logits: Tensor) -> None:
-        logits = logits[:, : self._vocab_size].float()
-        top = torch.topk(logits, self._num_children, dim=-1)
-        chances = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
-        floor = torch.tensor(MIN_CHANCE).log().item()
-        for node, token_ids, scores in zip(nodes, top.indices.tolist(), chances.tolist()):  # noqa: B905
+        """Publishes the likeliest children: by log q when greedy, by the perturbed score when sampling."""
+        paths = [[tree.tokens[n] for n in tree.path(node)] for node in nodes]
+        scores = tree.sampler.scores(logits[:, : self._vocab_size].float(), paths)
+        top = scores.topk(self._num_children, dim=-1)
+        if tree.params.temperature > 0:
+            ranks = torch.tensor(self._ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
+            chances = ranks.where(top.values > -math.inf, -math.inf)
+        else:
+            chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
+        for node, token_ids, logs in zip(nodes, top.indices.tolist(), chances.tolist(), strict=True):
             tree.open.discard(node)
-            keep = sum(score >= floor for score in scores) or 1
-            tree.add_children(node, token_ids[:keep], scores[:keep])
+            keep = sum(log >= LOG_MIN_CHANCE for log in logs) or 1
+            tree.add_children(node, token_ids[:keep], logs[:keep])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from langchain_card.core.controller import Mean
 from langchain_card.core.messages import Proposal
+from langchain_card.core.request import Request
 from langchain_card.ports import Budget
 
 MIN_MATCH = 2
@@ -64,9 +65,9 @@ class NgramDrafter:
         self._requests: dict[int, _History] = {}
         self._chance = {n: Mean(prior=PRIOR[n], weight=10) for n in range(MIN_MATCH, MAX_MATCH + 1)}
 
-    def begin(self, request_id: int, prompt_ids: Sequence[int]) -> None:
+    def begin(self, request: Request) -> None:
         """Indexes the prompt."""
-        self._requests[request_id] = _History(prompt_ids)
+        self._requests[request.request_id] = _History(request.prompt_ids)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Appends what is new, and learns how good the last guess was."""

@@ -35,7 +35,7 @@ class DraftWorker:
                 case Begin(request, schedule):
                     self._leave[request.request_id] = 0
                     self._schedules[request.request_id] = schedule
-                    self.drafter.begin(request.request_id, request.prompt_ids)
+                    self.drafter.begin(request)
                 case Correct(_, request_id, start, token_ids) if request_id in self._leave:
                     self._leave[request_id] = 0
                     self.drafter.correct(request_id, start, token_ids)

@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from langchain_card.config import EngineConfig
+from langchain_card.config import EngineConfig, check_ids
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator, Source
 from langchain_card.core.messages import SourceDied, Stopped
@@ -132,15 +132,19 @@ class Engine:
             EngineClosedError: the engine was closed.
         """
         params = params or SamplingParams()
-        params.check(self.config.limits)
+        limits = self.config.limits
+        params.check(limits)
+        check_ids("logit_bias", [token for token, _ in params.logit_bias], limits.max_logit_bias, self._pair.vocab_size)
+        check_ids("banned_ids", params.banned_ids, limits.max_banned_ids, self._pair.vocab_size)
         params = self._fit(prompt_ids, params)
         request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
         generation = Generation(
             request, Detokenizer(self.tokenizer, params.stop), lambda: self._abort(request.request_id)
         )
-        driver, limit = self._open_driver(), self.config.limits.max_queue
-        if driver.num_open >= limit + self.config.limits.max_num_seqs:
-            raise EngineBusyError("max_queue", driver.num_open, f"{limit} requests may wait", "try again later")
+        driver = self._open_driver()
+        if driver.num_open >= limits.max_queue + limits.max_num_seqs:
+            limit = f"{limits.max_queue} requests may wait"
+            raise EngineBusyError("max_queue", driver.num_open, limit, "try again later")
         driver.submit(generation)
         return generation
 

@@ -10,7 +10,7 @@ from langchain_card.core.messages import ROOT, Begin, Verdict, Window
 from langchain_card.core.request import Request
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.sampling import select_tokens
+from langchain_card.runtime.sampling import Sampler, token_logprobs
 
 
 @dataclass(slots=True)
@@ -18,6 +18,8 @@ class _Sequence:
     request: Request
     schedule: str
     cache: KVCache
+    sampler: Sampler
+    window: Window | None = None
 
 
 class TargetWorker:
@@ -41,7 +43,8 @@ class TargetWorker:
     def begin(self, begin: Begin) -> None:
         """Opens a sequence; its prompt is read with the first window."""
         request = begin.request
-        self._sequences[request.request_id] = _Sequence(request, begin.schedule, self._runner.open())
+        sampler = Sampler(request.params, request.prompt_ids)
+        self._sequences[request.request_id] = _Sequence(request, begin.schedule, self._runner.open(), sampler)
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
@@ -53,18 +56,29 @@ class TargetWorker:
 
     def _verify(self, window: Window, sequence: _Sequence) -> Verdict:
         self._set_threads(sequence.schedule)
-        cache, request = sequence.cache, sequence.request
-        cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
-        if not cache.length and window.start_position:
-            self._runner.prefill(cache, request.prompt_ids[:-1])
-        assert cache.length == window.start_position, "the window was cut for another prefix"
+        self._advance(window, sequence)
         paths = row_paths(window.parents)
         started = time.perf_counter()
-        logits = self._runner.step(cache, window.token_ids, paths)
-        positions = [cache.length + len(path) for path in paths]
-        target_ids = select_tokens(logits, positions, request.params)
+        logits = self._runner.step(sequence.cache, window.token_ids, paths)
+        scores = sequence.sampler.scores(logits, path_tokens(window.token_ids, paths))
+        target_ids = tuple(scores.argmax(dim=-1).tolist())
+        count = sequence.request.params.logprobs
+        logprobs = () if count is None else token_logprobs(logits, target_ids, count)
         elapsed = time.perf_counter() - started
-        return Verdict(window.request_id, window.step_id, tuple(target_ids), elapsed)
+        return Verdict(window.request_id, window.step_id, target_ids, elapsed, logprobs)
+
+    def _advance(self, window: Window, sequence: _Sequence) -> None:
+        """Keeps what was committed since the last window, or reads the prompt."""
+        cache, last = sequence.cache, sequence.window
+        if last is None:
+            self._runner.prefill(cache, sequence.request.prompt_ids[:-1])
+        else:
+            cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
+            accepted = [last.token_ids[row] for row in window.kept_rows[1:]]
+            sequence.sampler.commit([*accepted, window.token_ids[0]])
+        sequence.window = window
+        assert cache.length == window.start_position, "the window was cut for another prefix"
+        assert sequence.sampler.length == window.start_position + 1, "the history is not that of the window"
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
@@ -73,3 +87,8 @@ def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
     for row, parent in enumerate(parents):
         paths.append((row,) if parent == ROOT else (*paths[parent], row))
     return paths
+
+
+def path_tokens(token_ids: Sequence[int], paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """For each row the tokens on its path, without the first of the window, which is committed."""
+    return [tuple(token_ids[row] for row in path[1:]) for path in paths]
