@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +39,13 @@ class Detokenizer:
         stop: strings that end the text; they are cut off.
 
     Attributes:
+        tokenizer: the same.
         stopped: whether a stop string was met.
         num_tokens: tokens taken, the one that completed a stop string included and none after it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
@@ -61,7 +64,8 @@ class Detokenizer:
     ) -> list[Piece]:
         """Takes the next tokens; the pieces end at a stop string."""
         pieces: list[Piece] = []
-        for token_id, source, logprob in zip(token_ids, sources, logprobs or [None] * len(token_ids), strict=True):
+        beside = logprobs or (None,) * len(token_ids)
+        for token_id, source, logprob in zip(token_ids, sources, beside, strict=True):
             if self.stopped:
                 break
             self._token_ids.append(token_id)
@@ -73,7 +77,7 @@ class Detokenizer:
         """What was still kept back; nothing after a stop string, and not half a character that the end cut off."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        whole = self.tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if whole.startswith(self._decoded):
             self._decoded += whole[len(self._decoded) :].rstrip("\ufffd")
         rest, self._emitted = self._decoded[self._emitted :], len(self._decoded)
@@ -97,3 +101,22 @@ class Detokenizer:
             (n for text in self._stop for n in range(1, min(len(text), len(tail) + 1)) if tail.endswith(text[:n])),
             default=0,
         )
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What a token stands for, whole characters or not; nothing for ids that the tokenizer has no token for."""
+    token: str = tokenizer.convert_ids_to_tokens(token_id) or ""
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # byte fallback of sentencepiece
+        return bytes([int(token[3:5], 16)])
+    if "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder):
+        table = _byte_level()
+        return b"".join(bytes([table[char]]) if char in table else char.encode() for char in token)
+    return token.replace("\u2581", " ").encode()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """Byte of each character in which byte-level tokenizers write their tokens (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -23,7 +23,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.runtime.sampling import gumbel_noise
 
 Forward = Callable[[list[int]], Tensor]
-"""Tokens read so far -> logits [vocabulary] after the last; each call brings the tokens of the one before and one more."""
+"""All tokens so far -> logits [vocabulary] after the last. The first call brings the prompt, each later one a token."""
 
 
 @dataclass
@@ -79,7 +79,9 @@ def process(logits: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int]
     return warpers(token_ids, scores)[0]
 
 
-def generate(forward: Forward, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int] = ()) -> Answer:
+def generate(
+    forward: Forward, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int] = ()
+) -> Answer:
     """One answer, token by token."""
     answer = Answer()
     while len(answer.token_ids) < params.max_tokens and not set(answer.token_ids[-1:]) & set(eos_ids):

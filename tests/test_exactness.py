@@ -23,6 +23,7 @@ from langchain_card.engine.driver import Driver
 from langchain_card.runtime import sampling, threads
 from langchain_card.runtime.int8 import kernel_name
 
+Pairs = dict[str, tuple[str, str]]
 SCALE = int(os.environ.get("CARD_EXACTNESS_SCALE", "1"))
 MAX_TOKENS = 44
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "the quick brown fox; the quick brown", "x" * 130]
@@ -81,9 +82,7 @@ def ask(encode: Any, arch: str, scale: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("form", FORMS)
-def test_equal_to_the_naive_loop(
-    tiny_pairs: dict[str, tuple[str, str]], form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_to_the_naive_loop(tiny_pairs: Pairs, form: str, capsys: pytest.CaptureFixture[str]) -> None:
     if form == "int8" and kernel_name() is None:
         pytest.skip("this build of torch has no int8 kernel")
     figures = Figures()
@@ -120,16 +119,14 @@ def differing(pair: tuple[str, str], options: dict[str, Any], schedules: Sequenc
     return figures.different
 
 
-def test_planted_noise_without_position(tiny_pairs: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_noise_without_position(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     options, noise = {"temperature": 0.8, "seed": 3}, sampling.gumbel_noise
     assert not differing(tiny_pairs["llama"], options)
     monkeypatch.setattr(sampling, "gumbel_noise", lambda seed, _, *rest: noise(seed, 0, *rest))
     assert differing(tiny_pairs["llama"], options)
 
 
-def test_planted_history_of_the_wrong_branch(
-    tiny_pairs: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_history_of_the_wrong_branch(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The penalties see the rows before a row in the window's order, in place of those on its path."""
     options = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}
     assert not differing(tiny_pairs["llama"], options)
@@ -142,7 +139,7 @@ def test_planted_history_of_the_wrong_branch(
     assert differing(tiny_pairs["llama"], options)
 
 
-def test_planted_bonus_dropped(tiny_pairs: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bonus_dropped(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a full match the target's own last token does not reach the consumer."""
     assert not differing(tiny_pairs["llama"], {})
     emit = Driver._emit

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from langchain_card.core.messages import Emit, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
@@ -135,6 +136,11 @@ class Generation:
         """Ends the request if it still runs; its tokens so far remain."""
         if self._reason is None:
             self._abort()
+
+    @property
+    def tokenizer(self) -> Any:
+        """What the answer's tokens are ids of."""
+        return self._detokenizer.tokenizer
 
     @property
     def stats(self) -> RequestStats | None:

@@ -137,7 +137,7 @@ def card_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """torch's own attention, or, where the scores are capped, its definition; the mask is added to the scores."""
+    """Torch's own attention, or, where the scores are capped, its definition; the mask is added to the scores."""
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
