@@ -21,7 +21,7 @@ def tiny_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str,
     for arch in tiny.CONFIGS:
         folder: Path = tmp_path_factory.mktemp(arch)
         target = tiny.make_target(arch, folder / "target")
-        pairs[arch] = target, tiny.make_draft(target, folder / "draft", noise=0.03)
+        pairs[arch] = target, tiny.make_draft(target, folder / "draft", noise=0.02)
     return pairs
 
 

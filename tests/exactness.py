@@ -20,7 +20,7 @@ from langchain_card.runtime.loader import acquire_model, release_model, resolve
 from langchain_card.runtime.runner import ModelRunner
 
 NEAR_TIE = 1e-3
-SLOW_TARGET = 0.005
+SLOW_TARGET = 0.015
 """Seconds that a target step takes longer where both drafters run, so that it pays to draft far ahead."""
 
 

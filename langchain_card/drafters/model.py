@@ -58,7 +58,8 @@ class RankChances:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._picked = [prior * RANK_PRIOR_WEIGHT for prior in (*RANK_PRIOR, *[RANK_PRIOR[-1]] * num_ranks)[:num_ranks]]
+        last = len(RANK_PRIOR) - 1
+        self._picked = [RANK_PRIOR_WEIGHT * RANK_PRIOR[min(rank, last)] for rank in range(num_ranks)]
         self._seen = float(RANK_PRIOR_WEIGHT)
 
     def learn(self, rank: int | None) -> None:
