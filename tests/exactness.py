@@ -20,7 +20,7 @@ from langchain_card.runtime.loader import acquire_model, release_model, resolve
 from langchain_card.runtime.runner import ModelRunner
 
 NEAR_TIE = 1e-3
-SLOW_TARGET = 0.015
+SLOW_TARGET = 0.008
 """Seconds that a target step takes longer where both drafters run, so that it pays to draft far ahead."""
 
 
@@ -37,7 +37,7 @@ class Figures:
     """Rounds by accepted candidates."""
     hits_after_misses: int = 0
     re_rooted: Counter[int] = field(default_factory=Counter)
-    """Rounds by accepted candidates that had survived the round before."""
+    """Rounds by accepted candidates that were drafted under an older root and survived."""
 
     def compare(self, got: Sequence[int], wanted: naive.Answer, *, ties_allowed: bool) -> None:
         """Counts tokens up to the first that differs; what follows it is another text."""
@@ -70,22 +70,32 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
     """Counts the rounds of every request while the block runs, and slows the target down."""
     driver = engine._driver
     handle, verify = driver.coordinator.handle, driver._target.verify
-    last: dict[int, tuple[bool, int]] = {}  # whether the round before was a miss, and nodes known then
+    missed: dict[int, bool] = {}  # whether the round before was a miss
+    drafted: dict[int, dict[int, int]] = {}  # node -> output tokens that its drafter knew of
 
     def watching(event: m.Event) -> list[m.Effect]:
+        running = driver.coordinator.scheduler.running
+        if isinstance(event, m.Proposed) and (state := running.get(event.proposal.request_id)) is not None:
+            before = len(state.tree)
+            effects = handle(event)
+            new = dict.fromkeys(range(before, len(state.tree)), event.proposal.applied_len)
+            drafted.setdefault(event.proposal.request_id, {}).update(new)
+            return effects
         if not isinstance(event, m.Verified):
             return handle(event)
-        state = driver.coordinator.scheduler.running[event.verdict.request_id]
-        hits, path = state.stats.hits, len(state.tree.path)
+        state = running[event.verdict.request_id]
+        hits, size, output_len = state.stats.hits, len(state.tree), len(state.output_ids)
         effects = handle(event)
         emit = next(effect for effect in effects if isinstance(effect, m.Emit))
         accepted, hit = sum(map(bool, emit.sources)), state.stats.hits > hits
-        missed, known = last.get(emit.request_id, (False, 0))
         figures.lengths[accepted] += 1
-        figures.hits_after_misses += hit and missed
-        if 0 < known <= len(state.tree):  # otherwise the nodes were numbered anew
-            figures.re_rooted[sum(node < known for node in state.tree.path[path : path + accepted])] += 1
-        last[emit.request_id] = (not hit, len(state.tree))
+        figures.hits_after_misses += hit and missed.get(emit.request_id, False)
+        missed[emit.request_id] = not hit
+        if len(state.tree) < size:  # nodes were numbered anew
+            drafted.pop(emit.request_id, None)
+            return effects
+        nodes, known = state.tree.path[output_len + 1 :][:accepted], drafted.get(emit.request_id, {})
+        figures.re_rooted[sum(known.get(node, output_len) < output_len for node in nodes)] += 1
         return effects
 
     def slow(windows: Sequence[m.Window]) -> list[m.Verdict]:

@@ -137,12 +137,12 @@ def card_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """Torch's own attention, or, where the scores are capped, its definition; the mask is added to the scores."""
+    """SDPA, or, where the scores are capped, what transformers' eager attention does; `mask` is added to the scores."""
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap + mask
-    return scores.softmax(dim=-1) @ value
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
 
 
 def _prefill_attention(

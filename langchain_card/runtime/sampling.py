@@ -108,7 +108,7 @@ def _penalise(
     old = scores[:, columns]
     repeated = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
     new = torch.where(seen, repeated, old)
-    new -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    new -= params.frequency_penalty * counts + params.presence_penalty * counts.clamp(max=1)
     scores[:, columns] = new
 
 
