@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,9 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
+from langchain_card.core.messages import TokenLogprob
 from langchain_card.core.request import FinishReason
-from langchain_card.detokenizer import Piece
+from langchain_card.detokenizer import Piece, token_bytes
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationTimeoutError
 
@@ -59,9 +60,10 @@ def consuming_in_task(generation: Generation, timeout: float | None) -> Iterator
         generation.abort()
 
 
-def chunk_of(piece: Piece) -> ChatGenerationChunk:
+def chunk_of(piece: Piece, generation: Generation) -> ChatGenerationChunk:
     """One token of a stream; its text may be empty."""
-    return ChatGenerationChunk(message=AIMessageChunk(content=piece.text))
+    metadata = {} if piece.logprob is None else _logprobs([piece.token_id], [piece.logprob], generation.tokenizer)
+    return ChatGenerationChunk(message=AIMessageChunk(content=piece.text, response_metadata=metadata))
 
 
 def last_chunk(generation: Generation, model: str, timeout: float | None) -> ChatGenerationChunk:
@@ -79,11 +81,11 @@ def last_chunk(generation: Generation, model: str, timeout: float | None) -> Cha
 def chat_result(generation: Generation, model: str, timeout: float | None) -> ChatResult:
     """The whole answer."""
     completion = _completion(generation, timeout)
-    message = AIMessage(
-        content=completion.text,
-        usage_metadata=_usage(generation, completion),
-        response_metadata=_metadata(generation, completion, model),
-    )
+    metadata = _metadata(generation, completion, model)
+    if completion.logprobs:
+        metadata |= _logprobs(completion.token_ids, completion.logprobs, generation.tokenizer)
+    usage = _usage(generation, completion)
+    message = AIMessage(content=completion.text, usage_metadata=usage, response_metadata=metadata)
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
@@ -107,6 +109,20 @@ def _metadata(generation: Generation, completion: Completion, model: str) -> dic
         "finish_reason": completion.finish_reason.value,
         "card": _statistics(completion, generation.request.params.seed),
     }
+
+
+def _logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], tokenizer: Any) -> dict[str, Any]:
+    """What `response_metadata["logprobs"]` holds, in the shape that LangChain's OpenAI model gives it."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = token_bytes(tokenizer, token_id)
+        return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": logprob}
+
+    content = [
+        {**entry(token_id, of.logprob), "top_logprobs": [entry(*pair) for pair in of.top]}
+        for token_id, of in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"logprobs": {"content": content}}
 
 
 def _statistics(completion: Completion, seed: int) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -19,23 +17,20 @@ from typing_extensions import Self, override
 
 from langchain_card._version import __version__
 from langchain_card.answer import chat_result, chunk_of, consuming, consuming_in_task, last_chunk
-from langchain_card.config import Dtype, EngineConfig, Schedule
+from langchain_card.config import Dtype, EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
 from langchain_card.errors import InvalidInputError
 from langchain_card.prompt import encode, to_conversation
 from langchain_card.runtime.store import ModelStore
+from langchain_card.sampling_options import SamplingOptions, unknown_name
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
     from langchain_card.engine.generation import Generation
 
-_CALL_OPTIONS = ("max_tokens", "max_completion_tokens", "temperature", "seed", "schedule")
-_CORE_OPTIONS = ("stream", "ls_structured_output_format", "structured_output_format")
-"""LangChain's own switches; some of its paths hand them on."""
 
-
-class CARDChatModel(BaseChatModel):
+class CARDChatModel(SamplingOptions, BaseChatModel):
     r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
 
     ```python
@@ -50,7 +45,7 @@ class CARDChatModel(BaseChatModel):
     end of a `with` block, or when it is garbage; the last one frees the memory. Safe to use from many threads and
     event loops.
 
-    A call may override `stop`, `max_tokens` (or `max_completion_tokens`), `temperature`, `seed` and `schedule`:
+    A call may override `stop` and every field of `SamplingOptions`, from `max_tokens` to `top_logprobs`:
     `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`.
 
     Raises:
@@ -75,16 +70,6 @@ class CARDChatModel(BaseChatModel):
     """Whether candidates are also looked up in prompt and answer, beside the draft."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together; None for the model's own limit, at most 8,192."""
-    schedule: Schedule = "auto"
-    """`"plain"` (target alone), `"sequential"` (draft, then verify), `"parallel"` (both at once) or `"auto"`."""
-    max_tokens: int = 512
-    """Tokens of the answer at most."""
-    temperature: float = 0.0
-    """0 takes the likeliest token; above, up to 10, tokens are drawn."""
-    seed: int | None = None
-    """Of the draw; None draws a seed per call. `response_metadata["card"]["seed"]` tells which one was used."""
-    stop: str | list[str] | None = None
-    """Strings that end the answer; they are not part of it. A call's `stop` takes their place."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds, queueing included and loading not, after which an answer is aborted with `GenerationTimeoutError`."""
     streaming: bool = False
@@ -104,14 +89,14 @@ class CARDChatModel(BaseChatModel):
         known = [*cls.model_fields, "model_name"]
         for name in values:
             if name not in known:
-                raise _unknown(name, values[name], f"is not a field of {cls.__name__}", known)
+                raise unknown_name(name, values[name], f"is not a field of {cls.__name__}", known)
         return values
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
         self._add_version("langchain-card", __version__)
         config = self._engine_config()
-        self._sampling(None, {})
+        self.sampling_params(None, {})
         ModelStore().check(self.model)
         if self.draft_model is not None and config.has_draft:
             ModelStore().check(self.draft_model, field="draft_model")
@@ -121,25 +106,6 @@ class CARDChatModel(BaseChatModel):
     def _engine_config(self) -> EngineConfig:
         names = (field.name for field in fields(EngineConfig) if field.name != "limits")
         return EngineConfig(**{name: getattr(self, name) for name in names})
-
-    def _sampling(self, stop: str | Sequence[str] | None, options: Mapping[str, Any]) -> SamplingParams:
-        """How one call decodes: its own options before the fields."""
-        given = {name: value for name, value in options.items() if name not in _CORE_OPTIONS and value is not None}
-        for name in given:
-            if name not in _CALL_OPTIONS:
-                limit = f"is not an option of a call; there are stop, {', '.join(_CALL_OPTIONS)}"
-                raise _unknown(name, given[name], limit, ("stop", *_CALL_OPTIONS))
-        seed = given.get("seed", self.seed)
-        stop = self.stop if stop is None else stop
-        params = SamplingParams(
-            max_tokens=given.get("max_completion_tokens", given.get("max_tokens", self.max_tokens)),
-            temperature=given.get("temperature", self.temperature),
-            seed=0 if seed is None else seed,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-            schedule=given.get("schedule", self.schedule),
-        )
-        params.check(self._engine_config().limits)
-        return replace(params, seed=secrets.randbits(32)) if seed is None and params.temperature > 0 else params
 
     # The engine's life.
 
@@ -177,7 +143,7 @@ class CARDChatModel(BaseChatModel):
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> tuple[Engine, list[int], SamplingParams]:
-        params = self._sampling(stop, options)
+        params = self.sampling_params(stop, options)
         conversation = to_conversation(messages, self.model)
         engine = self._engine()
         return engine, encode(conversation, engine.tokenizer, self.model), params
@@ -231,7 +197,7 @@ class CARDChatModel(BaseChatModel):
         generation = self._start(messages, stop, kwargs)
         with consuming(generation, self.timeout):
             for piece in generation:
-                chunk = chunk_of(piece)
+                chunk = chunk_of(piece, generation)
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -251,7 +217,7 @@ class CARDChatModel(BaseChatModel):
         generation = await self._astart(messages, stop, kwargs)
         with consuming_in_task(generation, self.timeout):
             async for piece in generation:
-                chunk = chunk_of(piece)
+                chunk = chunk_of(piece, generation)
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -283,16 +249,11 @@ class CARDChatModel(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What the answer depends on; the draft and the schedule change its speed only."""
-        names = ("model", "draft_model", "dtype", "quantization", "max_tokens", "temperature", "seed", "stop")
-        return {name: getattr(self, name) for name in names}
+        names = ("model", "draft_model", "dtype", "quantization", *SamplingOptions.model_fields)
+        return {name: getattr(self, name) for name in names if name != "schedule"}
 
     @override
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "card"
         return params
-
-
-def _unknown(name: str, value: Any, limit: str, known: Sequence[str]) -> InvalidInputError:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return InvalidInputError(name, value, limit, f"did you mean {near[0]}" if near else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -26,6 +27,9 @@ class Limits:
         max_output_tokens: largest `max_tokens` of a request.
         max_stop_strings: stop strings per request.
         max_stop_chars: characters in one stop string.
+        max_logit_bias: entries of a request's `logit_bias`.
+        max_banned_ids: tokens that a request may ban.
+        max_logprobs: likeliest tokens reported beside each token of an answer.
         max_queue: requests waiting at once.
         max_num_seqs: requests decoded at once.
         max_window: rows of one verification, the last committed token included.
@@ -42,6 +46,9 @@ class Limits:
     max_output_tokens: int = 32_768
     max_stop_strings: int = 16
     max_stop_chars: int = 256
+    max_logit_bias: int = 300
+    max_banned_ids: int = 1024
+    max_logprobs: int = 20
     max_queue: int = 512
     max_num_seqs: int = 1
     max_window: int = 16
@@ -114,3 +121,13 @@ def check_range(name: str, value: Any, low: float, high: float, hint: str = "") 
     kinds, word = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         raise InvalidInputError(name, value, f"must be {word} between {low:,} and {high:,}", hint)
+
+
+def check_ids(name: str, token_ids: Sequence[Any], most: int, vocab_size: int = 2**31) -> None:
+    """Raises `InvalidInputError` unless there are at most `most` token ids, all different and in the vocabulary."""
+    if len(token_ids) > most:
+        raise InvalidInputError(name, len(token_ids), f"at most {most:,} tokens", "name fewer")
+    for token in token_ids:
+        check_range(name, token, 0, vocab_size - 1, "token ids are the target tokenizer's")
+    if len(set(token_ids)) < len(token_ids):
+        raise InvalidInputError(name, token_ids, "names a token twice", "name each token once")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+from langchain_card.core.messages import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +22,13 @@ class Piece:
         text: may be empty (half a character, the beginning of a stop string, a control token) or hold what was kept
             back before.
         source: the drafter that had proposed the token, or "" when it is the target's own.
+        logprob: of the token, when the request wants it.
     """
 
     token_id: int
     text: str
     source: str = ""
+    logprob: TokenLogprob | None = None
 
 
 class Detokenizer:
@@ -33,12 +39,13 @@ class Detokenizer:
         stop: strings that end the text; they are cut off.
 
     Attributes:
+        tokenizer: the same.
         stopped: whether a stop string was met.
         num_tokens: tokens taken, the one that completed a stop string included and none after it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
@@ -52,22 +59,25 @@ class Detokenizer:
         """Tokens taken so far."""
         return len(self._token_ids)
 
-    def push(self, token_ids: Sequence[int], sources: Sequence[str]) -> list[Piece]:
+    def push(
+        self, token_ids: Sequence[int], sources: Sequence[str], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[Piece]:
         """Takes the next tokens; the pieces end at a stop string."""
         pieces: list[Piece] = []
-        for token_id, source in zip(token_ids, sources, strict=True):
+        beside = logprobs or (None,) * len(token_ids)
+        for token_id, source, logprob in zip(token_ids, sources, beside, strict=True):
             if self.stopped:
                 break
             self._token_ids.append(token_id)
             self._decoded += self._stream.step(self._backend, token_id) or ""
-            pieces.append(Piece(token_id, self._certain(), source))
+            pieces.append(Piece(token_id, self._certain(), source, logprob))
         return pieces
 
     def finish(self) -> str:
         """What was still kept back; nothing after a stop string, and not half a character that the end cut off."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        whole = self.tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if whole.startswith(self._decoded):
             self._decoded += whole[len(self._decoded) :].rstrip("\ufffd")
         rest, self._emitted = self._decoded[self._emitted :], len(self._decoded)
@@ -91,3 +101,22 @@ class Detokenizer:
             (n for text in self._stop for n in range(1, min(len(text), len(tail) + 1)) if tail.endswith(text[:n])),
             default=0,
         )
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What a token stands for, whole characters or not; nothing for ids that the tokenizer has no token for."""
+    token: str = tokenizer.convert_ids_to_tokens(token_id) or ""
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # byte fallback of sentencepiece
+        return bytes([int(token[3:5], 16)])
+    if "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder):
+        table = _byte_level()
+        return b"".join(bytes([table[char]]) if char in table else char.encode() for char in token)
+    return token.replace("\u2581", " ").encode()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """Byte of each character in which byte-level tokenizers write their tokens (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -14,12 +14,15 @@ from langchain_card.engine.engine import Engine
 SMALL = "smollm2-135m"
 
 
-@pytest.fixture(scope="session", params=["llama", "qwen2", "qwen3", "mistral"])
-def tiny_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Folders of a random target and of a draft that matches it in part."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    target = tiny.make_target(request.param, folder / "target")
-    return target, tiny.make_draft(target, folder / "draft", noise=0.06)
+@pytest.fixture(scope="session")
+def tiny_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """By architecture: folders of a random target and of a draft that matches it in part."""
+    pairs = {}
+    for arch in tiny.CONFIGS:
+        folder: Path = tmp_path_factory.mktemp(arch)
+        target = tiny.make_target(arch, folder / "target")
+        pairs[arch] = target, tiny.make_draft(target, folder / "draft", noise=0.02)
+    return pairs
 
 
 @pytest.fixture(scope="session")

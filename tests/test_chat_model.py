@@ -208,7 +208,7 @@ def test_langchains_own_switches_are_no_error(toy: dict[str, Any]) -> None:
     ("options", "message"),
     [
         ({"temprature": 1}, "did you mean temperature"),
-        ({"top_p": 0.9}, "top_p = 0.9: is not an option of a call; there are stop, max_tokens"),
+        ({"beams": 2}, "beams = 2: is not an option of a call; there are stop, schedule, max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens = 2.5: must be a whole number"),
         ({"max_tokens": "many"}, "max_tokens = 'many'"),
         ({"temperature": float("nan")}, "temperature = nan"),

@@ -1,45 +1,154 @@
-"""The answer is the target's own: equal to the naive loop, token for token, whatever the schedule and the drafter."""
+"""The answer is the target's own: equal to the naive loop, token for token, whatever the schedule and the drafter.
+
+`CARD_EXACTNESS_SCALE=5` compares five times as many tokens.
+"""
 
 from __future__ import annotations
 
-import naive
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import tiny
 import torch
+from exactness import Figures, Reference, compare
 
 from langchain_card.config import EngineConfig
+from langchain_card.core import messages as m
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine.engine import Engine
+from langchain_card.engine import target_worker
+from langchain_card.engine.driver import Driver
+from langchain_card.runtime import sampling, threads
+from langchain_card.runtime.int8 import kernel_name
 
+Pairs = dict[str, tuple[str, str]]
+SCALE = int(os.environ.get("CARD_EXACTNESS_SCALE", "1"))
+MAX_TOKENS = 42
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "the quick brown fox; the quick brown", "x" * 130]
-DRAFTERS = {"model": {"ngram": False}, "ngram": {"draft_model": "ngram"}, "both": {}}
-NEAR_TIE = 1e-3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, penalties": {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+        "logit_bias": ((40, 1.5), (41, -2.0)),
+        "banned_ids": (7, 50),
+    },
+    "0.7": {"temperature": 0.7},
+    "1.0, top-k, top-p": {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
+    "0.8, min-p, penalties": {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "1.2, all": {
+        "temperature": 1.2,
+        "top_k": 100,
+        "top_p": 0.8,
+        "min_p": 0.01,
+        "repetition_penalty": 1.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.1,
+        "logit_bias": ((90, 2.0),),
+        "banned_ids": (33,),
+    },
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "float64": {"dtype": "float64"},
+    "float32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+}
+DRAFTERS: dict[str, dict[str, Any]] = {"both": {}, "model": {"ngram": False}, "ngram": {"draft_model": "ngram"}}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("drafters", DRAFTERS)
-def test_equal_to_the_naive_loop(tiny_pair: tuple[str, str], drafters: str, dtype: str) -> None:
-    target, draft = tiny_pair
-    options = {"draft_model": draft, **DRAFTERS[drafters]}
-    config = EngineConfig(model=target, dtype=dtype, max_model_len=512, **options)  # type: ignore[arg-type]
-    reference = naive.load(target, getattr(torch, dtype))
-    near_ties, accepted, rounds = 0, 0, 0
-    with Engine(config) as engine:
-        for text in PROMPTS:
-            prompt_ids = engine.tokenizer(text).input_ids
-            for temperature in (0.0, 0.7):
-                sampling = SamplingParams(max_tokens=48, temperature=temperature, seed=7)
-                wanted, gaps = naive.generate(reference, prompt_ids, sampling, engine.eos_ids)
-                for schedule in ("plain", "sequential", "parallel"):
-                    params = SamplingParams(max_tokens=48, temperature=temperature, seed=7, schedule=schedule)
-                    got = engine.submit(prompt_ids, params).result()
-                    first = next((i for i, (a, b) in enumerate(zip(got.token_ids, wanted)) if a != b), None)  # noqa: B905
-                    if first is not None and dtype == "float32" and gaps[first] < NEAR_TIE:
-                        near_ties += 1
-                        continue
-                    assert list(got.token_ids) == wanted, (schedule, temperature, first)
-                    accepted += got.stats.accepted
-                    rounds += got.stats.rounds if schedule != "plain" else 0
-    print(f"{drafters} {dtype}: {accepted} accepted in {rounds} rounds, {near_ties} near-ties")
-    assert near_ties <= 2
-    if drafters != "ngram":
-        assert 0 < accepted < rounds * 8, "the draft must match in part, or the accepted path was not tested"
+@pytest.fixture(autouse=True)
+def one_thread_each(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiny models gain nothing from more, and lose much where other programs run."""
+    monkeypatch.setattr(threads, "num_cores", lambda: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ask(encode: Any, arch: str, scale: int) -> dict[str, Any]:
+    """Prompt ids and parameters by name; another prompt for each setting and model."""
+    asked = {}
+    for i, (name, options) in enumerate(SETTINGS.items()):
+        for n in range(scale):
+            text = PROMPTS[(i + n + len(arch)) % len(PROMPTS)] + "#" * (n // len(PROMPTS))
+            seeded = {**options, "seed": 100 * i + n, "max_tokens": MAX_TOKENS}
+            asked[name if not n else f"{name} #{n}"] = (encode(text).input_ids, seeded)
+    return asked
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_to_the_naive_loop(tiny_pairs: Pairs, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if form == "int8" and kernel_name() is None:
+        pytest.skip("this build of torch has no int8 kernel")
+    figures = Figures()
+    for arch, (target, draft) in tiny_pairs.items():
+        config = EngineConfig(model=target, draft_model=draft, max_model_len=512, **FORMS[form])
+        asked = ask(tiny.byte_tokenizer(), arch, SCALE)
+        reference = Reference(config)
+        eos_ids = (tiny.byte_tokenizer().eos_token_id,)
+        wanted = {n: reference.answer(ids, SamplingParams(**options), eos_ids) for n, (ids, options) in asked.items()}
+        for drafters, options in DRAFTERS.items():
+            schedules = ("plain", "sequential", "parallel") if drafters == "both" else ("sequential", "parallel")
+            compare(replace(config, **options), asked, wanted, schedules, figures)
+        reference.close()
+    with capsys.disabled():
+        print(f"\n{form}: {figures}")
+    assert figures.different == 0
+    assert figures.compared >= 10_000 * SCALE
+    assert any(0.3 <= rate <= 0.9 for rate in figures.rates().values()), "drafts must match in part"
+    assert all(figures.lengths[n] > 0 for n in range(5)), "rounds must accept nothing, all, and what lies between"
+    assert figures.hits_after_misses > 0
+    assert sum(count for length, count in figures.re_rooted.items() if length >= 3) > 0
+
+
+# Planted bugs: each must be caught by the comparison above.
+
+
+def differing(pair: tuple[str, str], options: dict[str, Any], schedules: Sequence[str] = ("sequential",)) -> int:
+    config = EngineConfig(model=pair[0], draft_model=pair[1], dtype="float64", max_model_len=512)
+    prompt_ids = tiny.byte_tokenizer()(PROMPTS[0]).input_ids
+    reference, figures = Reference(config), Figures()
+    options = {**options, "max_tokens": 60}
+    wanted = {"it": reference.answer(prompt_ids, SamplingParams(**options), (tiny.byte_tokenizer().eos_token_id,))}
+    compare(config, {"it": (prompt_ids, options)}, wanted, schedules, figures)
+    return figures.different
+
+
+def test_planted_noise_without_position(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, noise = {"temperature": 0.8, "seed": 3}, sampling.gumbel_noise
+    assert not differing(tiny_pairs["llama"], options)
+    monkeypatch.setattr(sampling, "gumbel_noise", lambda seed, _, *rest: noise(seed, 0, *rest))
+    assert differing(tiny_pairs["llama"], options)
+
+
+def test_planted_history_of_the_wrong_branch(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The penalties see the rows before a row in the window's order, in place of those on its path."""
+    options = {"repetition_penalty": 1.5, "frequency_penalty": 1.0}
+    assert not differing(tiny_pairs["llama"], options)
+
+    def in_order(token_ids: Sequence[int], paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [tuple(token_ids[row - len(path) + 2 : row + 1]) for row, path in enumerate(paths)]
+
+    monkeypatch.setattr(target_worker, "path_tokens", in_order)
+    assert in_order([1, 2, 3], [(0,), (0, 1), (0, 1, 2)]) == [(), (2,), (2, 3)], "right for a chain, wrong for a tree"
+    assert differing(tiny_pairs["llama"], options)
+
+
+def test_planted_bonus_dropped(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a full match the target's own last token does not reach the consumer."""
+    assert not differing(tiny_pairs["llama"], {})
+    emit = Driver._emit
+
+    def dropping(driver: Driver, effect: m.Emit) -> bool:
+        full = len(effect.sources) > 1 and all(effect.sources[:-1])
+        if full:
+            effect = replace(effect, token_ids=effect.token_ids[:-1], sources=effect.sources[:-1])
+        return emit(driver, effect)
+
+    monkeypatch.setattr(Driver, "_emit", dropping)
+    assert differing(tiny_pairs["llama"], {})

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -20,18 +22,23 @@ VOCAB = 320
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
     "initializer_range": 0.15,
 }
+_GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
     "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=48),
+    # Capped scores and logits, (1 + w) norms, every other layer sliding; its own attention is the uncapped one's eager.
+    "gemma2": lambda: Gemma2Config(**_SHAPE, **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=10.0),
+    # Norms of queries and keys, two rotary bases.
+    "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_GEMMA, layer_types=["sliding_attention", "full_attention"]),
 }
 
 

@@ -137,7 +137,8 @@ class Coordinator:
         state.stats.add_round(len(window.token_ids), len(tokens), accepted, hit, verdict.elapsed, now)
         state.last_commit = now
         by = (*accepted, "")[: len(tokens)]
-        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by)]
+        logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
+        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs)]
         if reason is not None:
             return effects + self._finish(state, reason, now)
         if len(state.tree) > len(state.tree.path) + self.limits.max_tree_nodes:

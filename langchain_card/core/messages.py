@@ -6,7 +6,7 @@ coordinator wants done comes back as effects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -79,6 +79,19 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The target's log-probabilities where it chose a token: log-softmax of its raw logits.
+
+    Attributes:
+        logprob: of the chosen token.
+        top: (token id, log-probability) of the likeliest tokens, best first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The target's own token after each row of a window.
 
@@ -86,12 +99,14 @@ class Verdict:
         request_id, step_id: of the window.
         target_ids: [rows].
         elapsed: seconds of the pass, prompt reading left out.
+        logprobs: [rows] of the target's tokens; empty when the request wants none.
     """
 
     request_id: int
     step_id: int
     target_ids: tuple[int, ...]
     elapsed: float = 0.0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 # Events: what happened.
@@ -185,17 +200,8 @@ class Draining:
 
 
 Event: TypeAlias = (
-    Submitted
-    | Proposed
-    | TargetReady
-    | Verified
-    | Stopped
-    | Paused
-    | WorkerStarted
-    | WorkerDied
-    | OutOfMemory
-    | Draining
-)
+    Submitted | Proposed | TargetReady | Verified | Stopped | Paused | WorkerStarted | WorkerDied | OutOfMemory | Draining
+)  # fmt: skip
 
 
 # Effects: what is to be done, in order.
@@ -206,7 +212,6 @@ class Begin:
     """To a worker: a request starts, or goes on after it was put back or the worker had died.
 
     Attributes:
-        worker: `TARGET` or a drafter.
         schedule: in force for the request.
         output_ids: tokens of the answer so far.
         incarnation: raised at every start; proposals carry it, so that those of an earlier one are known as stale.
@@ -274,11 +279,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """To the consumer: committed tokens, and by each the drafter that had proposed it, or ""."""
+    """To the consumer: committed tokens; for each the drafter that had proposed it, or "", and what `logprobs` asked."""
 
     request_id: int
     token_ids: tuple[int, ...]
-    sources: tuple[str, ...] = field(default=())
+    sources: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

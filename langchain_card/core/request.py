@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from langchain_card.config import SCHEDULES, Limits, Schedule, check_choice, check_range
+from langchain_card.config import SCHEDULES, Limits, Schedule, check_choice, check_ids, check_range
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.messages import Window
 from langchain_card.core.sources import SourceState
@@ -32,6 +32,16 @@ class SamplingParams:
         seed: of that noise; the same seed gives the same answer whatever the schedule and the drafter.
         stop: strings that end the answer; they are not part of it.
         schedule: `"plain"` (target alone), `"sequential"` (draft, then verify), `"parallel"` (both at once), `"auto"`.
+        top_k: only so many of the likeliest tokens are drawn from; 0 for all.
+        top_p: only the likeliest tokens that together reach this chance are drawn from; 1 for all.
+        min_p: only tokens at least so likely, as a share of the likeliest one's chance, are drawn from; 0 for all.
+        repetition_penalty: scores of tokens in prompt or answer are divided by it, negative ones multiplied
+            (CTRL, arXiv 1909.05858); 1 for none.
+        presence_penalty: subtracted from the scores of tokens in the answer (as OpenAI's); 0 for none.
+        frequency_penalty: subtracted once per occurrence in the answer (as OpenAI's); 0 for none.
+        logit_bias: (token id, what is added to its score).
+        banned_ids: token ids that are never chosen.
+        logprobs: report the chosen token's log-probability and so many of the likeliest tokens'; None for nothing.
     """
 
     max_tokens: int = 512
@@ -39,6 +49,15 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     schedule: Schedule = "auto"
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     def check(self, limits: Limits) -> None:
         """Raises `InvalidInputError` for the first field that breaks its bound."""
@@ -53,6 +72,21 @@ class SamplingParams:
                 raise InvalidInputError(
                     "stop", text, f"each must be a string of 1 to {limits.max_stop_chars} characters"
                 )
+        self._check_processors(limits)
+
+    def _check_processors(self, limits: Limits) -> None:
+        check_range("top_k", self.top_k, 0, 2**31 - 1, "0 turns it off")
+        check_range("top_p", self.top_p, 0.0, 1.0, "1 turns it off")
+        check_range("min_p", self.min_p, 0.0, 1.0, "0 turns it off")
+        check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "1 turns it off")
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 turns it off")
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 turns it off")
+        check_ids("logit_bias", [token for token, _ in self.logit_bias], limits.max_logit_bias)
+        for token, bias in self.logit_bias:
+            check_range(f"logit_bias[{token}]", bias, -100.0, 100.0, "-100 all but bans a token")
+        check_ids("banned_ids", self.banned_ids, limits.max_banned_ids)
+        if self.logprobs is not None:
+            check_range("logprobs", self.logprobs, 0, limits.max_logprobs, "None turns them off")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,10 @@
 
 Every step forwards the open nodes with the largest cumulative chance and publishes their likeliest children: the
 leaves of the frontier, too, are candidates although they have no KV yet.
+
+Under sampling the draft is coupled to the target: it ranks children by its own processed scores plus the very noise
+that the target will add at that position. Where both models agree roughly, they then pick the same token, however
+random it is. (Drafter-invariant coupling, arXiv 2408.07978.)
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from langchain_card.drafters.tree import DraftTree
 from langchain_card.ports import Budget
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.sampling import Sampler
 
 CATCH_UP_ROWS = 16
 """Committed tokens up to this many are read together with the next step; more are read as a prompt is."""
@@ -28,10 +33,45 @@ MIN_SCORE = math.log(0.004)
 """Children below this chance are not published."""
 
 
+RANK_PRIOR = (0.7, 0.12, 0.05, 0.03)
+"""Chance that the target picks the child of each rank, before anything was learnt (docs/LOG.md)."""
+
+RANK_PRIOR_WEIGHT = 20
+RANK_DECAY = 0.99
+
+
+class RankChances:
+    """How often the target picks the child of each rank, where children are ranked by the perturbed score.
+
+    Learnt from every expanded node that was committed. Under sampling q itself says little: the noise that decides is
+    known and already in the ranking, and what remains open is how far the two models' scores differ, which is a
+    property of the pair and the temperature. So the rank is the estimate; the same for all nodes.
+
+    Args:
+        num_ranks: children of a node.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        last = len(RANK_PRIOR) - 1
+        self._picked = [RANK_PRIOR_WEIGHT * RANK_PRIOR[min(rank, last)] for rank in range(num_ranks)]
+        self._seen = float(RANK_PRIOR_WEIGHT)
+
+    def learn(self, rank: int | None) -> None:
+        """The target picked the child of this rank, or none of the children."""
+        self._seen = self._seen * RANK_DECAY + 1
+        self._picked = [n * RANK_DECAY + (i == rank) for i, n in enumerate(self._picked)]
+
+    def log_chances(self) -> list[float]:
+        """[num_ranks], none below `MIN_SCORE`: a rank that is not published is never seen to be right."""
+        return [max(math.log(max(n, 1e-9) / self._seen), MIN_SCORE) for n in self._picked]
+
+
 @dataclass(slots=True)
 class _Sequence:
     tree: DraftTree
     cache: KVCache
+    sampler: Sampler
+    coupled: bool
 
     def unread(self) -> list[int]:
         """Committed tokens that have no KV yet, in order."""
@@ -56,17 +96,27 @@ class ModelDrafter:
         self._vocab_size = vocab_size
         self._num_children = num_children
         self._sequences: dict[int, _Sequence] = {}
+        self._ranks = RankChances(num_children)
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Opens a sequence; its text is read with the first step."""
         cache = self._runner.open()
         tree = DraftTree(request.prompt_ids, output_ids, cache.num_scratch)
-        self._sequences[request.request_id] = _Sequence(tree, cache)
+        sampler = Sampler(request.params, request.prompt_ids)
+        sampler.commit(output_ids)
+        self._sequences[request.request_id] = _Sequence(tree, cache, sampler, request.params.temperature > 0)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
-        if (sequence := self._sequences.get(request_id)) is not None:
-            sequence.cache.keep(sequence.tree.apply(start, token_ids))
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        applied = sequence.tree.apply(start, token_ids)
+        sequence.cache.keep(applied.slots)
+        sequence.sampler.commit(applied.token_ids)
+        if sequence.coupled:
+            for rank in applied.ranks:
+                self._ranks.learn(rank)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """One forward pass per request; a proposal without nodes when its tree cannot grow."""
@@ -95,10 +145,10 @@ class ModelDrafter:
             unread = unread[-1:]
         started = time.perf_counter()
         if nodes == [tree.root]:
-            self._expand(tree, nodes, self._read(sequence, unread))
+            self._expand(sequence, nodes, self._read(sequence, unread))
         elif nodes:
             paths = [tree.place(node) for node in nodes]
-            self._expand(tree, nodes, self._runner.step(cache, [tree.tokens[node] for node in nodes], paths))
+            self._expand(sequence, nodes, self._runner.step(cache, [tree.tokens[node] for node in nodes], paths))
         return tree.publish(self.name, request_id, nodes, time.perf_counter() - started)
 
     def _read(self, sequence: _Sequence, unread: list[int]) -> Tensor:
@@ -110,10 +160,17 @@ class ModelDrafter:
         return logits[-1:]
 
     @torch.inference_mode()
-    def _expand(self, tree: DraftTree, nodes: list[int], logits: Tensor) -> None:
-        logits = logits[:, : self._vocab_size].float()
-        top = torch.topk(logits, self._num_children, dim=-1)
-        chances = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
-        for node, token_ids, scores in zip(nodes, top.indices.tolist(), chances.tolist()):  # noqa: B905
-            keep = sum(score >= MIN_SCORE for score in scores) or 1
-            tree.expand(node, token_ids[:keep], scores[:keep])
+    def _expand(self, sequence: _Sequence, nodes: list[int], logits: Tensor) -> None:
+        """Publishes the likeliest children: by log q when greedy, by the perturbed score when sampling."""
+        tree = sequence.tree
+        paths = [[tree.tokens[n] for n in tree.path(node)] for node in nodes]
+        scores = sequence.sampler.scores(logits[:, : self._vocab_size].float(), paths)
+        top = scores.topk(self._num_children, dim=-1)
+        if sequence.coupled:
+            ranks = torch.tensor(self._ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
+            chances = ranks.where(top.values > -math.inf, -math.inf)
+        else:
+            chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
+        for node, token_ids, logs in zip(nodes, top.indices.tolist(), chances.tolist(), strict=True):
+            keep = sum(log >= MIN_SCORE for log in logs) or 1
+            tree.expand(node, token_ids[:keep], logs[:keep])

@@ -8,11 +8,26 @@ not drops the tree and starts a new epoch at the last committed token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from langchain_card.core.messages import Proposal
 
 MAX_NODES = 2048
 """Nodes of one epoch; a tree that grew for so long is dropped and begun anew."""
+
+
+class Applied(NamedTuple):
+    """What a correction changed.
+
+    Attributes:
+        token_ids: tokens that are new.
+        slots: KV slots of those that had been forwarded, in order.
+        ranks: for each expanded node that was committed, the rank of the child that came true; None when none did.
+    """
+
+    token_ids: Sequence[int] = ()
+    slots: Sequence[int] = ()
+    ranks: Sequence[int | None] = ()
 
 
 class DraftTree:
@@ -50,27 +65,25 @@ class DraftTree:
             setattr(copied, name, getattr(self, name).copy())
         return copied
 
-    def apply(self, start: int, token_ids: Sequence[int]) -> list[int]:
-        """The answer's tokens from `start` on are `token_ids`: a hit re-roots the tree, a miss drops it.
-
-        Returns:
-            Slots of what was committed now and had KV, in order.
-        """
+    def apply(self, start: int, token_ids: Sequence[int]) -> Applied:
+        """The answer's tokens from `start` on are `token_ids`: a hit re-roots the tree, a miss drops it."""
         known = len(self.output_ids)
         if not start <= known < start + len(token_ids):
-            return []  # nothing new, or an earlier correction was lost: the next one repeats it
-        kept: list[int] = []
+            return Applied()  # nothing new, or an earlier correction was lost: the next one repeats it
+        new, slots, ranks = token_ids[known - start :], list[int](), list[int | None]()
         node: int | None = self.root
-        for token in token_ids[known - start :]:
+        for token in new:
+            if node is not None and (children := self.children[node]):
+                ranks.append(list(children).index(token) if token in children else None)
             node = self.children[node].get(token) if node is not None else None
             if node is not None and (slot := self.slots[node]) is not None:
-                kept.append(slot)
-            self.output_ids.append(token)
+                slots.append(slot)
+        self.output_ids += new
         if node is None or len(self.tokens) > MAX_NODES:
             self._start_epoch()
         else:
             self._re_root(node)
-        return kept
+        return Applied(new, slots, ranks)
 
     def choose(self, width: int) -> list[int]:
         """The likeliest open nodes, at most `width`; the root alone while it is open."""
@@ -78,16 +91,20 @@ class DraftTree:
             return [self.root]
         return sorted(self.open, key=lambda node: (-self.scores[node], node))[: min(width, len(self.free_slots))]
 
-    def place(self, node: int) -> tuple[int, ...]:
-        """Gives a node a slot; the slots from the first node below the root down to it."""
-        self.slots[node] = self.free_slots.pop()
-        slots: list[int] = []
+    def path(self, node: int) -> list[int]:
+        """Nodes from the first one below the root down to `node`."""
+        nodes: list[int] = []
         while node != self.root:
-            slot = self.slots[node]
-            assert slot is not None
-            slots.append(slot)
+            nodes.append(node)
             node = self.parents[node]
-        return tuple(reversed(slots))
+        return nodes[::-1]
+
+    def place(self, node: int) -> tuple[int, ...]:
+        """Gives a node a slot; the slots on its path."""
+        self.slots[node] = self.free_slots.pop()
+        slots = tuple(slot for above in self.path(node) if (slot := self.slots[above]) is not None)
+        assert len(slots) == len(self.path(node)), "a node was forwarded before its parent"
+        return slots
 
     def expand(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
         """Appends children; `scores` are conditional on `parent`."""

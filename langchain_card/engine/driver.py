@@ -185,7 +185,7 @@ class Driver:
     def _emit(self, emit: m.Emit) -> bool:
         """Hands tokens to the consumer; True when a stop string ended the request with them."""
         generation = self._generations.get(emit.request_id)
-        counted = generation.push(emit.token_ids, emit.sources) if generation is not None else None
+        counted = generation.push(emit) if generation is not None else None
         if counted is None:
             return False
         stopped = m.Stopped(emit.request_id, FinishReason.STOP, self._clock(), counted)

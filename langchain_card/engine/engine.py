@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from langchain_card.config import EngineConfig
+from langchain_card.config import EngineConfig, check_ids
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.messages import Draining, Event, Paused, Stopped
@@ -123,7 +123,10 @@ class Engine:
             EngineClosedError: the engine was closed.
         """
         params = params or SamplingParams()
-        params.check(self.config.limits)
+        limits = self.config.limits
+        params.check(limits)
+        check_ids("logit_bias", [token for token, _ in params.logit_bias], limits.max_logit_bias, self._pair.vocab_size)
+        check_ids("banned_ids", params.banned_ids, limits.max_banned_ids, self._pair.vocab_size)
         params = self._fit(prompt_ids, params)
         request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
         generation = Generation(
@@ -133,11 +136,12 @@ class Engine:
             lambda paused: self._post(lambda now: Paused(request.request_id, paused, now)),
             self.config.limits.max_unread,
         )
-        driver, limit = self._open_driver(), self.config.limits.max_queue
+        driver = self._open_driver()
         if self._draining:
             raise EngineClosedError("engine", self.config.model, "the engine is draining", "make a new one")
-        if driver.num_open >= limit + self.config.limits.max_num_seqs:
-            raise EngineBusyError("max_queue", driver.num_open, f"{limit} requests may wait", "try again later")
+        if driver.num_open >= limits.max_queue + limits.max_num_seqs:
+            limit = f"{limits.max_queue} requests may wait"
+            raise EngineBusyError("max_queue", driver.num_open, limit, "try again later")
         driver.submit(generation)
         return generation
 

@@ -6,9 +6,11 @@ import asyncio
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
+from langchain_card.core.messages import Emit, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.detokenizer import Detokenizer, Piece
 
@@ -25,12 +27,14 @@ class Completion:
         token_ids: tokens of the answer, end of text included.
         finish_reason: why it ended.
         stats: counts and times.
+        logprobs: of the tokens; empty when the request wants none.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stats: RequestStats
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Generation:
@@ -72,9 +76,9 @@ class Generation:
         """The first call for a request that starts; the coordinator goes on writing `stats`."""
         self._stats = stats
 
-    def push(self, token_ids: Sequence[int], sources: Sequence[str]) -> int | None:
+    def push(self, emit: Emit) -> int | None:
         """Takes committed tokens; the number of tokens that count when a stop string was met, else None."""
-        pieces = self._detokenizer.push(token_ids, sources)
+        pieces = self._detokenizer.push(emit.token_ids, emit.sources, emit.logprobs)
         with self._ready:
             self._pieces += pieces
             self._taken += pieces
@@ -88,7 +92,7 @@ class Generation:
         with self._ready:
             if rest and self._pieces:
                 last = self._pieces.pop()
-                self._pieces.append(Piece(last.token_id, last.text + rest, last.source))
+                self._pieces.append(replace(last, text=last.text + rest))
                 self._taken[-1] = self._pieces[-1]
             elif rest:
                 self._pieces.append(Piece(-1, rest))
@@ -161,6 +165,11 @@ class Generation:
             self._abort()
 
     @property
+    def tokenizer(self) -> Any:
+        """What the answer's tokens are ids of."""
+        return self._detokenizer.tokenizer
+
+    @property
     def stats(self) -> RequestStats | None:
         """Counts and times so far, written by the engine's thread; None before the request starts."""
         return self._stats
@@ -184,7 +193,9 @@ class Generation:
         self._raise()
         assert self._reason is not None and self._stats is not None, "the request is still running"
         token_ids = tuple(piece.token_id for piece in self._taken if piece.token_id >= 0)
-        return Completion("".join(piece.text for piece in self._taken), token_ids, self._reason, self._stats)
+        logprobs = tuple(piece.logprob for piece in self._taken if piece.logprob is not None)
+        text = "".join(piece.text for piece in self._taken)
+        return Completion(text, token_ids, self._reason, self._stats, logprobs)
 
     def _raise(self) -> None:
         if self._error is not None:

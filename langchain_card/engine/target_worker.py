@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from langchain_card.core.messages import ROOT, Begin, Verdict, Window
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.sampling import select_tokens
+from langchain_card.runtime.sampling import Sampler, token_logprobs
 
 
 @dataclass(slots=True)
 class _Sequence:
     begin: Begin
     cache: KVCache
+    sampler: Sampler
+    window: Window | None = None
 
 
 class TargetWorker:
@@ -38,7 +40,8 @@ class TargetWorker:
 
     def begin(self, begin: Begin) -> None:
         """Opens a sequence; its text is read with the first window."""
-        self._sequences[begin.request.request_id] = _Sequence(begin, self._runner.open())
+        sampler = Sampler(begin.request.params, begin.request.prompt_ids)
+        self._sequences[begin.request.request_id] = _Sequence(begin, self._runner.open(), sampler)
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
@@ -50,32 +53,48 @@ class TargetWorker:
 
     def _verify(self, window: Window, sequence: _Sequence) -> Verdict:
         self._set_threads(sequence.begin.schedule)
-        cache, request = sequence.cache, sequence.begin.request
-        if window.start_position and not cache.length:
-            self._read(sequence)
-        else:
-            cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
-        assert cache.length == window.start_position, "the window was cut for another prefix"
+        self._advance(window, sequence)
         paths = row_paths(window.parents)
         started = time.perf_counter()
-        logits = self._runner.step(cache, window.token_ids, paths)
-        positions = [cache.length + len(path) for path in paths]
-        target_ids = select_tokens(logits, positions, request.params)
+        logits = self._runner.step(sequence.cache, window.token_ids, paths)
+        scores = sequence.sampler.scores(logits, path_tokens(window.token_ids, paths))
+        target_ids = tuple(scores.argmax(dim=-1).tolist())
+        count = sequence.begin.request.params.logprobs
+        logprobs = () if count is None else token_logprobs(logits, target_ids, count)
         elapsed = time.perf_counter() - started
-        return Verdict(window.request_id, window.step_id, tuple(target_ids), elapsed)
+        return Verdict(window.request_id, window.step_id, target_ids, elapsed, logprobs)
+
+    def _advance(self, window: Window, sequence: _Sequence) -> None:
+        """Keeps what was committed since the last window, or reads the text so far.
+
+        A window that failed for want of memory comes again: what was done for it already is not done twice.
+        """
+        cache, last = sequence.cache, sequence.window
+        if last is None:
+            self._read(sequence)
+        elif cache.length < window.start_position:
+            cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
+            accepted = [last.token_ids[row] for row in window.kept_rows[1:]]
+            sequence.sampler.commit([*accepted, window.token_ids[0]])
+        sequence.window = window
+        assert cache.length == window.start_position, "the window was cut for another prefix"
+        assert sequence.sampler.length == window.start_position + 1, "the history is not that of the window"
 
     def _read(self, sequence: _Sequence) -> None:
         """Reads all but the last token: the prompt at once; an answer that goes on row by row, as it was written.
 
         A row's bits do not depend on the other rows of a step, so the sequence continues exactly as it would have.
         """
-        prompt_ids, output_ids = sequence.begin.request.prompt_ids, sequence.begin.output_ids
-        self._runner.prefill(sequence.cache, prompt_ids[:-1])
-        rest = (prompt_ids[-1], *output_ids)[: len(output_ids)]
+        request, output_ids, cache = sequence.begin.request, sequence.begin.output_ids, sequence.cache
+        sequence.sampler = Sampler(request.params, request.prompt_ids)
+        sequence.sampler.commit(output_ids)
+        cache.length = 0
+        self._runner.prefill(cache, request.prompt_ids[:-1])
+        rest = (request.prompt_ids[-1], *output_ids)[: len(output_ids)]
         for start in range(0, len(rest), self._runner.num_scratch):
             rows = rest[start : start + self._runner.num_scratch]
-            self._runner.step(sequence.cache, rows, [tuple(range(i + 1)) for i in range(len(rows))])
-            sequence.cache.keep(range(len(rows)))
+            self._runner.step(cache, rows, [tuple(range(i + 1)) for i in range(len(rows))])
+            cache.keep(range(len(rows)))
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
@@ -84,3 +103,8 @@ def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
     for row, parent in enumerate(parents):
         paths.append((row,) if parent == ROOT else (*paths[parent], row))
     return paths
+
+
+def path_tokens(token_ids: Sequence[int], paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """For each row the tokens on its path, without the first of the window, which is committed."""
+    return [tuple(token_ids[row] for row in path[1:]) for path in paths]

@@ -92,6 +92,7 @@ def card_attention(
     step: StepPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Writes the rows' keys and values to the cache and attends.
@@ -105,6 +106,7 @@ def card_attention(
         step: where the rows go and what they see.
         scaling: of the scores.
         sliding_window: keys that this layer sees, or None for all.
+        softcap: bound that the scores are bent to (Gemma 2, arXiv 2408.00118), or None.
 
     Returns:
         [1, rows, heads, head_dim] and no weights.
@@ -114,7 +116,7 @@ def card_attention(
     kv[0].index_copy_(1, step.slots, key[0])
     kv[1].index_copy_(1, step.slots, value[0])
     if not step.groups:
-        return _prefill_attention(query, kv, step, scaling, sliding_window), None
+        return _prefill_attention(query, kv, step, scaling, sliding_window, softcap), None
     kv_heads, scratch = kv.shape[1], step.cache.num_scratch
     heads, rows, head_dim = query.shape[1:]
     q = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, head_dim)
@@ -127,15 +129,29 @@ def card_attention(
         k, v = kv[:, :, scratch : scratch + group.keys].unsqueeze(1).expand(-1, n, -1, -1, -1)
         mask = group.mask if sliding_window is None else group.sliding_mask
         assert mask is not None
-        attended = F.scaled_dot_product_attention(
-            q if whole else q[group.rows], k, v, attn_mask=mask.expand(n, 1, q.shape[2], -1), scale=scaling
-        )
+        attended = _attend(q if whole else q[group.rows], k, v, mask.expand(n, 1, q.shape[2], -1), scaling, softcap)
         out = attended if whole else out.index_copy_(0, group.rows, attended)
     return out.flatten(1, 2)[None], None
 
 
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """SDPA, or, where the scores are capped, what transformers' eager attention does; `mask` is added to the scores."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap + mask
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
 def _prefill_attention(
-    query: Tensor, kv: Tensor, step: StepPlan, scaling: float | None, sliding_window: int | None
+    query: Tensor,
+    kv: Tensor,
+    step: StepPlan,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     first, rows = step.cache.length, query.shape[2]
     start = step.cache.num_scratch
@@ -145,7 +161,11 @@ def _prefill_attention(
     visible = index <= position
     if sliding_window is not None:
         visible &= index > position - sliding_window
-    out = F.scaled_dot_product_attention(query, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
+    else:
+        k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out = _attend(query, k, v, _additive(visible, query.dtype)[:, 0, 0], scaling, softcap)
     return out.transpose(1, 2)
 
 

@@ -140,7 +140,11 @@ def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _model_config(spec: ModelSpec) -> Any:
-    return AutoConfig.from_pretrained(spec.folder, local_files_only=True).get_text_config()
+    config = AutoConfig.from_pretrained(spec.folder, local_files_only=True).get_text_config()
+    if getattr(config, "use_bidirectional_attention", False):
+        limit = "its tokens attend to later ones, so it cannot decode token by token"
+        raise InvalidInputError("model", spec.name, limit, "use a causal language model")
+    return config
 
 
 def _check_vocabulary(config: EngineConfig, tokenizer: Any, target: ModelSpec, draft: ModelSpec) -> None:

@@ -1,43 +1,180 @@
-"""Logits to token ids: greedy, or drawn with noise that depends on seed and position alone.
+"""Logits to token ids: a row's token depends on its logits, its own history, the seed and its position alone.
 
-At temperature T the token is `argmax(logits / T + gumbel(seed, position, token))`, a draw from softmax(logits / T).
+At temperature T the token is `argmax(processed logits / T + gumbel(seed, position, token))`, a draw from their softmax.
 The noise of a position is the same whatever the schedule, the drafter or the shape of the tree, so a sampled answer
 is the same string as plain decoding with the same seed. (Gumbel-max; drafter-invariant coupling, arXiv 2408.07978.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from langchain_card.core.messages import TokenLogprob
 from langchain_card.core.request import SamplingParams
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 
+NUCLEUS_WIDTH = 1024
+"""Tokens that are sorted to find a nucleus; a row whose nucleus is larger is sorted whole."""
 
-def select_tokens(logits: Tensor, positions: Sequence[int], params: SamplingParams) -> list[int]:
-    """The target's own token after each row.
+
+class Sampler:
+    """Turns the logits of one request into the scores whose argmax is the token.
+
+    The order is fixed: penalties, bias, bans, temperature, top-k, top-p, min-p, noise. (A grammar's mask belongs beside
+    the bans.) The first three act on greedy decoding, too. All of it is computed in float64, and for each row as if it
+    were alone. Prompt and committed tokens are the history of all rows; each has its own path besides.
 
     Args:
-        logits: [rows, vocabulary].
-        positions: [rows] absolute position of the token to be chosen.
-        params: temperature and seed.
+        params: how to decode.
+        prompt_ids: token ids of the prompt.
+
+    Attributes:
+        length: tokens of prompt and answer so far: the position of the next one.
     """
-    if params.temperature == 0.0:
-        return logits.argmax(dim=-1).tolist()
-    noise = {p: gumbel_noise(params.seed, p, logits.shape[-1], logits.device) for p in set(positions)}
-    scaled = logits.double() / params.temperature + torch.stack([noise[p] for p in positions])
-    return scaled.argmax(dim=-1).tolist()
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        self.length = len(prompt_ids)
+        self._params = params
+        self._output_counts = dict.fromkeys(prompt_ids, 0)
+        self._penalised = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        self._greedy = params.temperature == 0
+        self._idle = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens of the answer to the history of all rows."""
+        self.length += len(token_ids)
+        for token in token_ids:
+            self._output_counts[token] = self._output_counts.get(token, 0) + 1
+
+    @torch.inference_mode()
+    def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """What the rows' tokens are the argmax of; -inf for what cannot be chosen.
+
+        Args:
+            logits: [rows, vocabulary]; not written to.
+            paths: [rows] tokens between the last committed one and the token to be chosen.
+
+        Returns:
+            float64 [rows, vocabulary]; `logits` itself when there is nothing to do.
+        """
+        if self._idle:
+            return logits
+        params = self._params
+        scores = logits.to(torch.float64, copy=True)
+        if self._penalised:
+            _penalise(scores, self._output_counts, paths, params)
+        if params.logit_bias:
+            token_ids, biases = zip(*params.logit_bias)  # noqa: B905
+            scores[:, list(token_ids)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+        if params.banned_ids:
+            _ban(scores, params.banned_ids)
+        if self._greedy:
+            return scores
+        scores = _truncate(scores / params.temperature, params)
+        rows = [gumbel_noise(params.seed, self.length + len(path), logits.shape[-1], logits.device) for path in paths]
+        return scores.add_(torch.stack(rows))
 
 
+def _penalise(
+    scores: Tensor, output_counts: Mapping[int, int], paths: Sequence[Sequence[int]], params: SamplingParams
+) -> None:
+    """Repetition (of prompt and answer), then presence and frequency (in the answer), in place.
+
+    Only the columns of tokens that occur anywhere are looked at; a token of another row's path counts as unseen.
+    """
+    known = len(output_counts)
+    token_ids = [*output_counts, *dict.fromkeys(t for path in paths for t in path if t not in output_counts)]
+    column = {token: i for i, token in enumerate(token_ids)}
+    counts = torch.zeros(len(paths), len(token_ids), dtype=scores.dtype)
+    counts[:, :known] = torch.tensor(list(output_counts.values()))
+    cells = [(row, column[token]) for row, path in enumerate(paths) for token in path]
+    if cells:
+        index = torch.tensor(cells).unbind(1)
+        counts.index_put_(index, torch.ones(len(cells), dtype=counts.dtype), accumulate=True)
+    counts = counts.to(scores.device)
+    seen = counts > 0
+    seen[:, :known] = True
+    columns = torch.tensor(token_ids, device=scores.device)
+    old = scores[:, columns]
+    repeated = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
+    new = torch.where(seen, repeated, old)
+    new -= params.frequency_penalty * counts + params.presence_penalty * counts.clamp(max=1)
+    scores[:, columns] = new
+
+
+def _ban(scores: Tensor, token_ids: Sequence[int]) -> None:
+    """Masks tokens in place. A row that would lose all keeps the one with the best score: some token must follow."""
+    best = scores.max(dim=-1, keepdim=True)
+    scores[:, list(token_ids)] = -math.inf
+    lost = scores.amax(dim=-1, keepdim=True) == -math.inf
+    scores.scatter_(-1, best.indices, torch.where(lost, best.values, scores.gather(-1, best.indices)))
+
+
+def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Masks what top-k, then top-p, then min-p leave out; ties with the last token that stays do, too."""
+    if 0 < params.top_k < scores.shape[-1]:
+        scores = _drop_below(scores, scores.topk(params.top_k).values[:, -1:])
+    if params.top_p < 1:
+        scores = _drop_below(scores, _nucleus_floor(scores, params.top_p, NUCLEUS_WIDTH))
+    if params.min_p > 0:
+        scores = _drop_below(scores, scores.amax(dim=-1, keepdim=True) + math.log(params.min_p))
+    return scores
+
+
+def _drop_below(scores: Tensor, floor: Tensor) -> Tensor:
+    return scores.masked_fill(scores < floor, -math.inf)
+
+
+def _nucleus_floor(scores: Tensor, top_p: float, width: int) -> Tensor:
+    """The smallest score [rows, 1] in the nucleus: the likeliest tokens, up to the first that makes `top_p` full."""
+    vocab_size = scores.shape[-1]
+    best = scores.topk(min(width, vocab_size))
+    chances = scores.softmax(dim=-1).gather(-1, best.indices)
+    inside = chances.cumsum(dim=-1) - chances < top_p  # what is likelier has not filled it yet
+    inside[:, 0] = True
+    floor = best.values.masked_fill(~inside, math.inf).amin(dim=-1, keepdim=True)
+    larger = inside[:, -1]
+    if width < vocab_size and larger.any():
+        floor[larger] = _nucleus_floor(scores[larger], top_p, vocab_size)
+    return floor
+
+
+@torch.inference_mode()
+def token_logprobs(logits: Tensor, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of the chosen tokens and of the likeliest ones.
+
+    Args:
+        logits: [rows, vocabulary], as the model gave them.
+        chosen: [rows] token ids.
+        count: how many of the likeliest tokens.
+    """
+    logprobs = logits.double().log_softmax(dim=-1)
+    own = logprobs.gather(-1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(count, logits.shape[-1]))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(logprob, tuple(zip(token_ids, values, strict=True)))
+        for logprob, (token_ids, values) in zip(own, pairs, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode()
 def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
     """Standard Gumbel noise, float64 [vocab_size]: a pure function of its arguments, equal on every device.
 
-    An integer hash (the finalizer of splitmix64) of (seed, position, token) gives 53 random bits per token.
+    An integer hash (the finalizer of splitmix64) of (seed, position, token) gives 53 random bits per token. The rows
+    used last are kept and shared: by all nodes of one depth, and by target and draft. Not to be written to.
     """
     start = torch.tensor([seed, position], dtype=torch.int64, device=device)
     key = _mix(_mix(start[0] * _STEP) + start[1] * _STEP)

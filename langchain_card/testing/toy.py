@@ -106,7 +106,8 @@ class ToyTarget:
 
     def _verify(self, window: Window) -> Verdict:
         request_id = window.request_id
-        if (last := self._last.get(request_id)) is not None:
+        last = self._last.get(request_id)
+        if last is not None and len(self._kv[request_id]) < window.start_position:
             self._kv[request_id] += tuple(last.token_ids[row] for row in window.kept_rows)
         self._last[request_id] = window
         kv = self._kv[request_id]
@@ -183,11 +184,7 @@ class ToyDrafter:
         return tree.publish(self.name, budget.request_id, nodes, self.step_time(len(nodes)))
 
     def _prefix(self, tree: DraftTree, node: int) -> tuple[int, ...]:
-        below: list[int] = []
-        while node != tree.root:
-            below.append(tree.tokens[node])
-            node = tree.parents[node]
-        return (*tree.prompt_ids, *tree.output_ids, *reversed(below))
+        return (*tree.prompt_ids, *tree.output_ids, *(tree.tokens[above] for above in tree.path(node)))
 
 
 class FixedPolicy:

@@ -273,8 +273,10 @@ class World:
         self.tell(m.OutOfMemory(name, request_ids, 0.0))
 
     def _target_out_of_memory(self) -> None:
-        assert self.windows is not None
+        assert self.target is not None and self.windows is not None
         windows, self.windows = self.windows, None
+        held = self.target.held
+        self.target.verify([window for window in windows if window.request_id in held])  # it fails at the very end
         self.tell(m.OutOfMemory(m.TARGET, tuple(window.request_id for window in windows), 0.0))
 
     def _abort(self, request_id: int) -> None:

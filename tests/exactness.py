@@ -1,0 +1,163 @@
+"""Compares the engine's answers with the reference's, and keeps count of how they came about."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import naive
+import torch
+
+from langchain_card.config import EngineConfig
+from langchain_card.core import messages as m
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.runtime.loader import acquire_model, release_model, resolve
+from langchain_card.runtime.runner import ModelRunner
+
+NEAR_TIE = 1e-3
+SLOW_TARGET = 0.008
+"""Seconds that a target step takes longer where both drafters run, so that it pays to draft far ahead."""
+
+
+@dataclass
+class Figures:
+    """What was compared, and how the rounds went."""
+
+    compared: int = 0
+    different: int = 0
+    near_ties: int = 0
+    verified: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Rounds by accepted candidates."""
+    hits_after_misses: int = 0
+    re_rooted: Counter[int] = field(default_factory=Counter)
+    """Rounds by accepted candidates that were drafted under an older root and survived."""
+
+    def compare(self, got: Sequence[int], wanted: naive.Answer, *, ties_allowed: bool) -> None:
+        """Counts tokens up to the first that differs; what follows it is another text."""
+        first = next((i for i, (a, b) in enumerate(zip(got, wanted.token_ids)) if a != b), None)  # noqa: B905
+        if first is None and len(got) != len(wanted.token_ids):
+            first = min(len(got), len(wanted.token_ids))
+        self.compared += len(got) if first is None else first + 1
+        if first is None:
+            return
+        if ties_allowed and first < len(wanted.gaps) and wanted.gaps[first] < NEAR_TIE:
+            self.near_ties += 1
+        else:
+            self.different += 1
+
+    def rates(self) -> dict[str, float]:
+        """Accepted by verified candidates, per setting."""
+        return {name: round(self.accepted[name] / count, 3) for name, count in self.verified.items()}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.compared} tokens compared, {self.different} different, {self.near_ties} near-ties; "
+            f"accepted lengths {dict(sorted(self.lengths.items()))}, of re-rooted subtrees "
+            f"{dict(sorted(self.re_rooted.items()))}, {self.hits_after_misses} hits after misses; "
+            f"acceptance {self.rates()}"
+        )
+
+
+@contextlib.contextmanager
+def watched(engine: Engine, figures: Figures) -> Iterator[None]:
+    """Counts the rounds of every request while the block runs, and slows the target down."""
+    driver = engine._driver
+    handle, verify = driver.coordinator.handle, driver._target.verify
+    missed: dict[int, bool] = {}  # whether the round before was a miss
+    drafted: dict[int, dict[int, int]] = {}  # node -> output tokens that its drafter knew of
+
+    def watching(event: m.Event) -> list[m.Effect]:
+        running = driver.coordinator.scheduler.running
+        if isinstance(event, m.Proposed) and (state := running.get(event.proposal.request_id)) is not None:
+            before = len(state.tree)
+            effects = handle(event)
+            new = dict.fromkeys(range(before, len(state.tree)), event.proposal.applied_len)
+            drafted.setdefault(event.proposal.request_id, {}).update(new)
+            return effects
+        if not isinstance(event, m.Verified):
+            return handle(event)
+        state = running[event.verdict.request_id]
+        hits, size, output_len = state.stats.hits, len(state.tree), len(state.output_ids)
+        effects = handle(event)
+        emit = next(effect for effect in effects if isinstance(effect, m.Emit))
+        accepted, hit = sum(map(bool, emit.sources)), state.stats.hits > hits
+        figures.lengths[accepted] += 1
+        figures.hits_after_misses += hit and missed.get(emit.request_id, False)
+        missed[emit.request_id] = not hit
+        if len(state.tree) < size:  # nodes were numbered anew
+            drafted.pop(emit.request_id, None)
+            return effects
+        nodes, known = state.tree.path[output_len + 1 :][:accepted], drafted.get(emit.request_id, {})
+        figures.re_rooted[sum(known.get(node, output_len) < output_len for node in nodes)] += 1
+        return effects
+
+    def slow(windows: Sequence[m.Window]) -> list[m.Verdict]:
+        if len(driver.transports) == 2 and driver._target._sequences[windows[0].request_id].schedule != "plain":
+            time.sleep(SLOW_TARGET)
+        return verify(windows)
+
+    driver.coordinator.handle, driver._target.verify = watching, slow  # type: ignore[method-assign]
+    yield
+    driver.coordinator.handle, driver._target.verify = handle, verify  # type: ignore[method-assign]
+
+
+def stepping(runner: ModelRunner, num_prompt: int) -> naive.Forward:
+    """The reference for int8: our own runner, one row a step."""
+    cache = runner.open()
+
+    def forward(token_ids: list[int]) -> torch.Tensor:
+        if not cache.length:
+            runner.prefill(cache, token_ids[: num_prompt - 1])
+        logits = runner.step(cache, token_ids[-1:], [(0,)])[0]
+        cache.keep([0])
+        return logits
+
+    return forward
+
+
+class Reference:
+    """Answers of the naive loop: over transformers, in int8 over our runner, one row a step.
+
+    In int8 transformers' own attention will not do: its last bits differ from ours, a rounding to 7 bits flips now and
+    then, and what is read from the cache differs ever after (docs/LOG.md).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.spec = resolve(config).target
+        int8 = self.spec.form == "int8"
+        self.model = acquire_model(self.spec) if int8 else naive.load(config.model, self.spec.dtype)
+        self.runner = ModelRunner(self.model, max_len=512, num_scratch=1) if int8 else None
+
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> naive.Answer:
+        forward = naive.reading(self.model) if self.runner is None else stepping(self.runner, len(prompt_ids))
+        return naive.generate(forward, prompt_ids, params, eos_ids)
+
+    def close(self) -> None:
+        if self.runner is not None:
+            release_model(self.spec)
+
+
+def compare(
+    config: EngineConfig,
+    asked: dict[str, Any],
+    wanted: dict[str, naive.Answer],
+    schedules: Sequence[str],
+    figures: Figures,
+) -> None:
+    """Runs every setting of `asked` (name -> prompt ids and parameters) under every schedule."""
+    with Engine(config) as engine, watched(engine, figures):
+        for name, (prompt_ids, options) in asked.items():
+            for schedule in schedules:
+                params = SamplingParams(**options, schedule=schedule)  # type: ignore[arg-type]
+                got = engine.submit(prompt_ids, params).result()
+                figures.compare(got.token_ids, wanted[name], ties_allowed=config.dtype != "float64")
+                if config.has_draft and schedule != "plain":
+                    figures.verified[f"{name} {schedule}"] += got.stats.verified
+                    figures.accepted[f"{name} {schedule}"] += got.stats.accepted
