@@ -9,6 +9,7 @@ and how many answers are identical to plain's.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import multiprocessing
 import random
@@ -85,6 +86,7 @@ def transformers_loop(args: argparse.Namespace) -> Callable[[list[int]], Answer]
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, args.model, args.hf_tokens, args.hf_threads)
     multiprocessing.get_context("spawn").Process(target=_serve_transformers, args=arguments, daemon=True).start()
+    atexit.register(ours.send, None)
 
     def run(prompt_ids: list[int]) -> Answer:
         ours.send(prompt_ids)
@@ -110,8 +112,8 @@ def _serve_transformers(pipe: Connection, model_name: str, max_tokens: int, thre
             self.times.append(time.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    while True:
-        prompt_ids, clock = pipe.recv(), Clock()
+    for prompt_ids in iter(pipe.recv, None):
+        clock = Clock()
         out = model.generate(
             torch.tensor([prompt_ids]),
             attention_mask=torch.ones(1, len(prompt_ids)),

@@ -16,7 +16,7 @@ ROOT = -1
 """Parent of a window's first row."""
 
 TARGET = "target"
-"""Name of the target among the workers; drafters have names of their own."""
+"""Name of the target among the workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The target's log-probabilities where it chose a token: log-softmax of its raw logits.
-
-    Attributes:
-        logprob: of the chosen token.
-        top: (token id, log-probability) of the likeliest tokens, best first.
-    """
+    """Of the token that the target chose, and of the likeliest ones, best first: log-softmax of its raw logits."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -200,7 +195,8 @@ class Draining:
 
 
 Event: TypeAlias = (
-    Submitted | Proposed | TargetReady | Verified | Stopped | Paused | WorkerStarted | WorkerDied | OutOfMemory | Draining
+    Submitted | Proposed | TargetReady | Verified | Stopped | Paused
+    | WorkerStarted | WorkerDied | OutOfMemory | Draining
 )  # fmt: skip
 
 
@@ -279,7 +275,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """To the consumer: committed tokens; for each the drafter that had proposed it, or "", and what `logprobs` asked."""
+    """To the consumer: committed tokens; for each the drafter that proposed it, or "", and what `logprobs` asked."""
 
     request_id: int
     token_ids: tuple[int, ...]
