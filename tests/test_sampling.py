@@ -224,7 +224,7 @@ def drafted(pair: tuple[str, str], params: SamplingParams, steps: int) -> list[A
     drafter = ModelDrafter(
         ModelRunner(naive_card_model(pair[0]), max_len=256, num_scratch=32), vocab_size=tiny.VOCAB, num_children=4
     )
-    drafter.begin(Request(0, tuple(range(40, 60)), params))
+    drafter.begin(Request(0, tuple(range(40, 60)), params), ())
     return [proposal for _ in range(steps) for proposal in drafter.step([Budget(0)])]
 
 
