@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from langchain_card.config import EngineConfig
+from langchain_card.runtime.attention import card_attention, plan_rows
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.loader import acquire_model, release_model, resolve
 from langchain_card.runtime.runner import ModelRunner
@@ -72,6 +73,41 @@ def test_same_bits_beside_other_rows_and_in_other_slots(
             tokens.insert(n, 100 + 7 * n)
         logits = model.step(cache, tokens, rows)[len(others) :]
         assert torch.equal(logits, alone), name
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("shape", [(3, 3, 64), (2, 7, 64), (2, 6, 128), (4, 1, 32), (1, 8, 256), (5, 5, 80)])
+def test_attention_of_a_row_has_the_same_bits_beside_other_rows(
+    shape: tuple[int, int, int], softcap: float | None, threads: int, set_threads: Callable[[int], None]
+) -> None:
+    """Of many models' shapes (kv heads, query heads for each, head size), since a last bit may hide behind int8."""
+    kv_heads, group, head_dim = shape
+    set_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(
+        layers=1, kv_heads=kv_heads, head_dim=head_dim, max_len=512, num_scratch=16,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
+    cache.length = 120
+    query = torch.randn(1, kv_heads * group, 16, head_dim, generator=generator)
+    new = torch.randn(2, 1, kv_heads, 16, head_dim, generator=generator)
+    layer = torch.nn.Module()
+    layer.layer_idx = 0  # type: ignore[assignment]
+    paths = [tuple(range(row + 1)) for row in range(16)]
+
+    def attend(rows: slice) -> torch.Tensor:
+        plan = plan_rows(cache, paths[rows], None, torch.float32)
+        q, k, v = query[:, :, rows], new[0][:, :, rows], new[1][:, :, rows]
+        with torch.inference_mode():
+            return card_attention(layer, q, k, v, None, step=plan, softcap=softcap)[0][0]
+
+    whole = attend(slice(0, 16))
+    for row in range(16):
+        assert torch.equal(attend(slice(row, row + 1))[0], whole[row]), row
+    for count in (2, 3, 5, 8):
+        assert torch.equal(attend(slice(0, count)), whole[:count]), count
 
 
 def test_kept_rows_continue_as_if_prefilled(runner: tuple[ModelRunner, list[int]]) -> None:

@@ -2,7 +2,8 @@
 
 A row's result has the same bits whatever rows run beside it and in whatever slots its keys lie: rows go into the batch
 dimension, keys are read in order of absolute position, and the number of keys read depends on the row's position
-alone (`padded_keys`), so the kernel sees the same shapes for the same row every time.
+alone (`padded_keys`), so the kernel sees the same shapes for the same row every time, and on one thread: with two,
+SDPA's scratch memory of the second is aligned differently, which changes last bits for some shapes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from langchain_card.runtime.kv_cache import KVCache, RowGroup
+from langchain_card.runtime.threads import single_threaded
 
 ATTENTION_NAME = "card"
 KEY_BLOCK = 128
@@ -129,7 +131,8 @@ def card_attention(
         k, v = kv[:, :, scratch : scratch + group.keys].unsqueeze(1).expand(-1, n, -1, -1, -1)
         mask = group.mask if sliding_window is None else group.sliding_mask
         assert mask is not None
-        attended = _attend(q if whole else q[group.rows], k, v, mask.expand(n, 1, q.shape[2], -1), scaling, softcap)
+        with single_threaded():  # split between threads, a row's bits depend on how many rows there are
+            attended = _attend(q if whole else q[group.rows], k, v, mask.expand(n, 1, q.shape[2], -1), scaling, softcap)
         out = attended if whole else out.index_copy_(0, group.rows, attended)
     return out.flatten(1, 2)[None], None
 
@@ -140,9 +143,11 @@ def _attend(
     """SDPA, or, where the scores are capped, what transformers' eager attention does; `mask` is added to the scores."""
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap + mask
-    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # bmm: matmul would choose its way by the number of rows
+    scores = torch.bmm(q, k.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap).unflatten(0, query.shape[:2]) * softcap + mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
+    return torch.bmm(weights, v).unflatten(0, query.shape[:2])
 
 
 def _prefill_attention(

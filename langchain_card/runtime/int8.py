@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from langchain_card.runtime.threads import single_threaded
+
 ACTIVATION_LEVELS = 63  # 7 bits: -63..63 around the zero point
 ACTIVATION_ZERO_POINT = 64
 ROTATED_BLOCK = 64
@@ -45,9 +47,8 @@ def rotate(x: Tensor) -> Tensor:
     """
     if x.shape[-1] % ROTATED_BLOCK:
         return x
-    blocks = x.reshape(-1, x.shape[-1] // ROTATED_BLOCK, ROTATED_BLOCK)
-    # Rows in the batch dimension: so the bits of a row do not depend on how many there are.
-    return torch.bmm(blocks, _hadamard(ROTATED_BLOCK).expand(len(blocks), -1, -1)).view(x.shape)
+    with single_threaded():  # split between threads, a row's bits depend on how many rows there are
+        return (x.reshape(-1, ROTATED_BLOCK) @ _hadamard(ROTATED_BLOCK)).view(x.shape)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

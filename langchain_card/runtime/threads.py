@@ -37,7 +37,11 @@ class ThreadPlan:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Keeps the calling thread from starting a pool of its own, which would slow every other thread's pool down."""
+    """One intra-op thread for the caller; the others' pools are left alone.
+
+    For what is too small to be shared, and for threads that must not start a pool of their own: that would slow every
+    other thread's down.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
