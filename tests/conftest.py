@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -30,3 +31,10 @@ def small_engine() -> Iterator[Engine]:
     """SmolLM2 in int8 with prompt lookup."""
     with Engine(EngineConfig(model=SMALL, draft_model="ngram")) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Fields of a tiny random model in float64: quick to load, and it never ends by itself."""
+    folder = tiny.make_target("llama", tmp_path_factory.mktemp("toy"))
+    return {"model": folder, "draft_model": None, "dtype": "float64", "max_tokens": 8}

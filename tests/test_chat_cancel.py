@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
 from langchain_core.callbacks import AsyncCallbackHandler
 
 from langchain_card import CARDChatModel
@@ -22,13 +21,6 @@ from langchain_card.errors import GenerationTimeoutError
 
 LONG = 900
 """Tokens that take seconds; no test waits for them."""
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Fields of a tiny random model in float64: quick to load, and it never ends by itself."""
-    folder = tiny.make_target("llama", tmp_path_factory.mktemp("toy"))
-    return {"model": folder, "draft_model": None, "dtype": "float64", "max_tokens": 8}
 
 
 @pytest.fixture

@@ -145,9 +145,9 @@ def _attend(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # bmm: matmul would choose its way by the number of rows
     scores = torch.bmm(q, k.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap).unflatten(0, query.shape[:2]) * softcap + mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
-    return torch.bmm(weights, v).unflatten(0, query.shape[:2])
+    scores = torch.tanh(scores / softcap).view(*query.shape[:-1], -1) * softcap + mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.bmm(weights.flatten(0, 1), v).view(query.shape)
 
 
 def _prefill_attention(
