@@ -39,7 +39,7 @@ LOG_MIN_CHANCE = math.log(MIN_CHANCE)
 
 NO_SLOT = -1
 
-RANK_PRIOR = (0.7, 0.12, 0.05, 0.03)
+RANK_PRIOR = (0.85, 0.06, 0.03, 0.02)
 """Chance that the target picks the child of each rank, before anything was learnt (docs/LOG.md)."""
 
 RANK_PRIOR_WEIGHT = 20
