@@ -21,7 +21,7 @@ from langchain_card.runtime.runner import ModelRunner
 
 NEAR_TIE = 1e-3
 SLOW_TARGET = 0.008
-"""Seconds that a target step takes longer where both drafters run, so that it pays to draft far ahead."""
+"""Seconds that a target step takes longer under `parallel` with both drafters, so that the draft gets far ahead."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
         return effects
 
     def slow(windows: Sequence[m.Window]) -> list[m.Verdict]:
-        if len(driver.transports) == 2 and driver._target._sequences[windows[0].request_id].schedule != "plain":
+        if len(driver.transports) == 2 and driver._target._sequences[windows[0].request_id].schedule == "parallel":
             time.sleep(SLOW_TARGET)
         return verify(windows)
 
