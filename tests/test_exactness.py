@@ -95,7 +95,6 @@ def test_equal_to_the_naive_loop(tiny_pairs: Pairs, form: str, capsys: pytest.Ca
         wanted = {n: reference.answer(ids, SamplingParams(**options), eos_ids) for n, (ids, options) in asked.items()}
         for options in DRAFTERS.values():
             compare(replace(config, **options), asked, wanted, SCHEDULES, figures)
-        reference.close()
     with capsys.disabled():
         print(f"\n{form}: {figures}")
     assert figures.different == 0

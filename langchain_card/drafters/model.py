@@ -39,38 +39,6 @@ LOG_MIN_CHANCE = math.log(MIN_CHANCE)
 
 NO_SLOT = -1
 
-RANK_PRIOR = (0.85, 0.06, 0.03, 0.02)
-"""Chance that the target picks the child of each rank, before anything was learnt (docs/LOG.md)."""
-
-RANK_PRIOR_WEIGHT = 20
-RANK_DECAY = 0.99
-
-
-class RankChances:
-    """How often the target picks the child of each rank, where children are ranked by the perturbed score.
-
-    Learnt from every expanded node that was committed. Under sampling q itself says little: the noise that decides is
-    known and already in the ranking, and what remains open is how far the two models' scores differ, which is a
-    property of the pair and the temperature. So the rank is the estimate; the same for all nodes.
-
-    Args:
-        num_ranks: children of a node.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        last = len(RANK_PRIOR) - 1
-        self._picked = [RANK_PRIOR_WEIGHT * RANK_PRIOR[min(rank, last)] for rank in range(num_ranks)]
-        self._seen = float(RANK_PRIOR_WEIGHT)
-
-    def learn(self, rank: int | None) -> None:
-        """The target picked the child of this rank, or none of the children."""
-        self._seen = self._seen * RANK_DECAY + 1
-        self._picked = [n * RANK_DECAY + (i == rank) for i, n in enumerate(self._picked)]
-
-    def log_chances(self) -> list[float]:
-        """[num_ranks], none below `MIN_CHANCE`: a rank that is not published is never seen to be right."""
-        return [math.log(max(n / self._seen, MIN_CHANCE)) for n in self._picked]
-
 
 class DraftTree:
     """One request as the draft sees it.
@@ -126,18 +94,11 @@ class DraftTree:
             self.slots.append(NO_SLOT)
             self.children.append({})
 
-    def apply(self, token_ids: Sequence[int]) -> list[int | None]:
-        """Commits tokens: a hit re-roots the tree, a miss drops it.
-
-        Returns:
-            For each expanded node that was committed the rank of the child that came true; None when none did.
-        """
+    def apply(self, token_ids: Sequence[int]) -> None:
+        """Commits tokens: a hit re-roots the tree, a miss drops it."""
         kept: list[int] = []
-        ranks: list[int | None] = []
         node: int | None = self.root
         for token in token_ids:
-            if node is not None and (children := self.children[node]):
-                ranks.append(list(children).index(token) if token in children else None)
             node = self.children[node].get(token) if node is not None else None
             if node is not None and self.slots[node] != NO_SLOT:
                 kept.append(self.slots[node])
@@ -148,7 +109,6 @@ class DraftTree:
             self.start_epoch()
         else:
             self._re_root(node)
-        return ranks
 
     def _re_root(self, root: int) -> None:
         self.root = root
@@ -178,7 +138,6 @@ class ModelDrafter:
         self._vocab_size = vocab_size
         self._num_children = num_children
         self._trees: dict[int, DraftTree] = {}
-        self._ranks = RankChances(num_children)
 
     def begin(self, request: Request) -> None:
         """Opens a sequence; the prompt is read with the first step."""
@@ -188,9 +147,7 @@ class ModelDrafter:
         """Applies what is new of the answer's tokens."""
         tree = self._trees.get(request_id)
         if tree is not None and start <= len(tree.output_ids) < start + len(token_ids):
-            for rank in tree.apply(token_ids[len(tree.output_ids) - start :]):
-                if tree.params.temperature > 0:
-                    self._ranks.learn(rank)
+            tree.apply(token_ids[len(tree.output_ids) - start :])
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """One forward pass per request; a proposal without nodes when its tree cannot grow."""
@@ -258,15 +215,19 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def _expand(self, tree: DraftTree, nodes: list[int], logits: Tensor) -> None:
-        """Publishes the likeliest children: by log q when greedy, by the perturbed score when sampling."""
+        """Publishes the children that the target would choose were it the draft, noise included; best first.
+
+        Their chances are a static estimate: log q when greedy; when sampling, log-softmax of the perturbed score times
+        T. The target's scores differ from these by the difference of the two models' logits over T; were that Gumbel
+        noise of scale 1 / T, its choice would be a draw from exactly this distribution. So a child that leads by much
+        is nearly sure and one that leads by little is doubtful, which one chance per rank cannot say.
+        """
         paths = [[tree.tokens[n] for n in tree.path(node)] for node in nodes]
         scores = tree.sampler.scores(logits[:, : self._vocab_size].float(), paths)
-        top = scores.topk(self._num_children, dim=-1)
         if tree.params.temperature > 0:
-            ranks = torch.tensor(self._ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
-            chances = ranks.where(top.values > -math.inf, -math.inf)
-        else:
-            chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
+            scores = scores * tree.params.temperature
+        top = scores.topk(self._num_children, dim=-1)
+        chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
         for node, token_ids, logs in zip(nodes, top.indices.tolist(), chances.tolist(), strict=True):
             tree.open.discard(node)
             keep = sum(log >= LOG_MIN_CHANCE for log in logs) or 1
