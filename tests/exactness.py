@@ -10,18 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import naive
-import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.runtime.loader import acquire_model, release_model, resolve
-from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.loader import load_model, resolve
 
 NEAR_TIE = 1e-3
 SLOW_TARGET = 0.008
-"""Seconds that a target step takes longer where both drafters run, so that it pays to draft far ahead."""
+"""Seconds that a target step takes longer under `parallel` with both drafters, so that the draft gets far ahead."""
 
 
 @dataclass
@@ -69,7 +67,8 @@ class Figures:
 def watched(engine: Engine, figures: Figures) -> Iterator[None]:
     """Counts the rounds of every request while the block runs, and slows the target down."""
     driver = engine._driver
-    handle, verify = driver.coordinator.handle, driver._target.verify
+    target = driver._target
+    handle, verify = driver.coordinator.handle, target.verify
     missed: dict[int, bool] = {}  # whether the round before was a miss
     drafted: dict[int, dict[int, int]] = {}  # node -> output tokens that its drafter knew of
 
@@ -99,49 +98,30 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
         return effects
 
     def slow(windows: Sequence[m.Window]) -> list[m.Verdict]:
-        if len(driver.transports) == 2 and driver._target._sequences[windows[0].request_id].schedule != "plain":
+        if len(driver.transports) == 2 and target._sequences[windows[0].request_id].begin.schedule == "parallel":
             time.sleep(SLOW_TARGET)
         return verify(windows)
 
-    driver.coordinator.handle, driver._target.verify = watching, slow  # type: ignore[method-assign]
+    driver.coordinator.handle, target.verify = watching, slow  # type: ignore[method-assign]
     yield
-    driver.coordinator.handle, driver._target.verify = handle, verify  # type: ignore[method-assign]
-
-
-def stepping(runner: ModelRunner, num_prompt: int) -> naive.Forward:
-    """The reference for int8: our own runner, one row a step."""
-    cache = runner.open()
-
-    def forward(token_ids: list[int]) -> torch.Tensor:
-        if not cache.length:
-            runner.prefill(cache, token_ids[: num_prompt - 1])
-        logits = runner.step(cache, token_ids[-1:], [(0,)])[0]
-        cache.keep([0])
-        return logits
-
-    return forward
+    driver.coordinator.handle, target.verify = handle, verify  # type: ignore[method-assign]
+    assert driver._target is target, "a target step failed, and a new target went on"
 
 
 class Reference:
-    """Answers of the naive loop: over transformers, in int8 over our runner, one row a step.
-
-    In int8 transformers' own attention will not do: its last bits differ from ours, a rounding to 7 bits flips now and
-    then, and what is read from the cache differs ever after (docs/LOG.md).
-    """
+    """Answers of the naive loop over transformers' own attention and cache; in int8 with the same int8 layers."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.spec = resolve(config).target
-        int8 = self.spec.form == "int8"
-        self.model = acquire_model(self.spec) if int8 else naive.load(config.model, self.spec.dtype)
-        self.runner = ModelRunner(self.model, max_len=512, num_scratch=1) if int8 else None
+        spec = resolve(config).target
+        if spec.form == "float":
+            self.model = naive.load(config.model, spec.dtype)
+        else:
+            self.model = load_model(spec)
+            capped = getattr(self.model.config, "attn_logit_softcapping", None)
+            self.model.set_attn_implementation("eager" if capped else "sdpa")
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> naive.Answer:
-        forward = naive.reading(self.model) if self.runner is None else stepping(self.runner, len(prompt_ids))
-        return naive.generate(forward, prompt_ids, params, eos_ids)
-
-    def close(self) -> None:
-        if self.runner is not None:
-            release_model(self.spec)
+        return naive.generate(naive.reading(self.model), prompt_ids, params, eos_ids)
 
 
 def compare(

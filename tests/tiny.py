@@ -35,7 +35,7 @@ CONFIGS: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
     "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=48),
-    # Capped scores and logits, (1 + w) norms, every other layer sliding; its own attention is the uncapped one's eager.
+    # Capped scores and logits, (1 + w) norms, every other layer sliding.
     "gemma2": lambda: Gemma2Config(**_SHAPE, **_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=10.0),
     # Norms of queries and keys, two rotary bases.
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_GEMMA, layer_types=["sliding_attention", "full_attention"]),

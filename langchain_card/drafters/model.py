@@ -33,45 +33,12 @@ MIN_SCORE = math.log(0.004)
 """Children below this chance are not published."""
 
 
-RANK_PRIOR = (0.7, 0.12, 0.05, 0.03)
-"""Chance that the target picks the child of each rank, before anything was learnt (docs/LOG.md)."""
-
-RANK_PRIOR_WEIGHT = 20
-RANK_DECAY = 0.99
-
-
-class RankChances:
-    """How often the target picks the child of each rank, where children are ranked by the perturbed score.
-
-    Learnt from every expanded node that was committed. Under sampling q itself says little: the noise that decides is
-    known and already in the ranking, and what remains open is how far the two models' scores differ, which is a
-    property of the pair and the temperature. So the rank is the estimate; the same for all nodes.
-
-    Args:
-        num_ranks: children of a node.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        last = len(RANK_PRIOR) - 1
-        self._picked = [RANK_PRIOR_WEIGHT * RANK_PRIOR[min(rank, last)] for rank in range(num_ranks)]
-        self._seen = float(RANK_PRIOR_WEIGHT)
-
-    def learn(self, rank: int | None) -> None:
-        """The target picked the child of this rank, or none of the children."""
-        self._seen = self._seen * RANK_DECAY + 1
-        self._picked = [n * RANK_DECAY + (i == rank) for i, n in enumerate(self._picked)]
-
-    def log_chances(self) -> list[float]:
-        """[num_ranks], none below `MIN_SCORE`: a rank that is not published is never seen to be right."""
-        return [max(math.log(max(n, 1e-9) / self._seen), MIN_SCORE) for n in self._picked]
-
-
 @dataclass(slots=True)
 class _Sequence:
     tree: DraftTree
     cache: KVCache
     sampler: Sampler
-    coupled: bool
+    scale: float  # the temperature; 1 when greedy
 
     def unread(self) -> list[int]:
         """Committed tokens that have no KV yet, in order."""
@@ -96,7 +63,6 @@ class ModelDrafter:
         self._vocab_size = vocab_size
         self._num_children = num_children
         self._sequences: dict[int, _Sequence] = {}
-        self._ranks = RankChances(num_children)
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Opens a sequence; its text is read with the first step."""
@@ -104,7 +70,7 @@ class ModelDrafter:
         tree = DraftTree(request.prompt_ids, output_ids, cache.num_scratch)
         sampler = Sampler(request.params, request.prompt_ids)
         sampler.commit(output_ids)
-        self._sequences[request.request_id] = _Sequence(tree, cache, sampler, request.params.temperature > 0)
+        self._sequences[request.request_id] = _Sequence(tree, cache, sampler, request.params.temperature or 1.0)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
@@ -114,9 +80,6 @@ class ModelDrafter:
         applied = sequence.tree.apply(start, token_ids)
         sequence.cache.keep(applied.slots)
         sequence.sampler.commit(applied.token_ids)
-        if sequence.coupled:
-            for rank in applied.ranks:
-                self._ranks.learn(rank)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """One forward pass per request; a proposal without nodes when its tree cannot grow."""
@@ -161,16 +124,18 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def _expand(self, sequence: _Sequence, nodes: list[int], logits: Tensor) -> None:
-        """Publishes the likeliest children: by log q when greedy, by the perturbed score when sampling."""
+        """Publishes the children that the target would choose were it the draft, noise included; best first.
+
+        Their chances are a static estimate: log q when greedy; when sampling, log-softmax of the perturbed score times
+        T. The target's scores differ from these by the difference of the two models' logits over T; were that Gumbel
+        noise of scale 1 / T, its choice would be a draw from exactly this distribution. So a child that leads by much
+        is nearly sure and one that leads by little is doubtful, which one chance per rank cannot say.
+        """
         tree = sequence.tree
         paths = [[tree.tokens[n] for n in tree.path(node)] for node in nodes]
-        scores = sequence.sampler.scores(logits[:, : self._vocab_size].float(), paths)
+        scores = sequence.sampler.scores(logits[:, : self._vocab_size].float(), paths) * sequence.scale
         top = scores.topk(self._num_children, dim=-1)
-        if sequence.coupled:
-            ranks = torch.tensor(self._ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
-            chances = ranks.where(top.values > -math.inf, -math.inf)
-        else:
-            chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
+        chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
         for node, token_ids, logs in zip(nodes, top.indices.tolist(), chances.tolist(), strict=True):
             keep = sum(log >= MIN_SCORE for log in logs) or 1
             tree.expand(node, token_ids[:keep], logs[:keep])
