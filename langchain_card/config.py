@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from langchain_card.errors import InvalidInputError
@@ -17,6 +17,9 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 NGRAM = "ngram"
+
+
+_MAY_BE_NONE = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class Limits:
     max_deaths: int = 5
     deaths_seconds: float = 60.0
     restart_seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_NONE else 1
+            check_range(field_.name, getattr(self, field_.name), low, 2**31)
 
 
 @dataclass(frozen=True, slots=True)

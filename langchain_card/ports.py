@@ -24,7 +24,7 @@ class Budget:
 
 
 class Drafter(Protocol):
-    """Proposes candidates. Called by one thread; several requests may be open.
+    """Proposes candidates. Called by one thread at a time; several requests may be open.
 
     Attributes:
         name: the `source` of its proposals; unique in an engine.
@@ -87,7 +87,7 @@ class Transport(Protocol):
     """Carries commands to a drafter's worker and proposals back. At most once is enough: corrections are cumulative."""
 
     def send(self, command: DraftCommand) -> None:
-        """Hands a command over without blocking on the worker's step."""
+        """Hands a command over; where nothing is to overlap, the steps that it grants are taken before this returns."""
 
     def close(self) -> None:
         """Stops the worker and waits for it."""

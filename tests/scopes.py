@@ -21,6 +21,21 @@ EXHAUSTIVE = [
     ),
     Scope("lost and repeated messages", max_tokens=4, faults={"lose": 1, "repeat": 1}, limits=SMALL),
     Scope("one after the other", max_tokens=5, schedule="sequential", faults={"kill": 1, "lose": 1}, limits=WIDE),
+    Scope(
+        "one reader for two answers",
+        requests=2,
+        max_tokens=2,
+        faults={"pause": 2},
+        one_reader=True,
+        limits=Limits(max_num_seqs=1, max_window=2, max_lead=2, max_tree_nodes=3, max_queue=2),
+    ),
+    Scope(
+        "workers that are given up",
+        requests=2,
+        max_tokens=2,
+        faults={"kill": 2, "kill target": 2},
+        limits=Limits(max_num_seqs=1, max_window=2, max_lead=1, max_tree_nodes=2, max_queue=2, max_deaths=1),
+    ),
     Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, limits=SMALL),
 ]
 

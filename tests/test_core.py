@@ -87,7 +87,7 @@ def test_a_window_is_cut_at_end_of_text_and_at_max_tokens(
     finish = next(e for e in effects if isinstance(e, m.Finish))
     assert emit.token_ids == emitted and finish.reason is reason
     assert finish.stats.output_tokens == 1 + len(emitted) and finish.stats.accepted <= len(emitted)
-    assert core.idle
+    assert not core.scheduler.running
 
 
 def test_a_stop_takes_back_what_lies_behind_it() -> None:
@@ -98,7 +98,7 @@ def test_a_stop_takes_back_what_lies_behind_it() -> None:
     run_round(core, [6, 7, 8], 1.0)
     effects = core.handle(m.Stopped(0, FinishReason.STOP, 2.0, num_tokens=2))
     finish = next(e for e in effects if isinstance(e, m.Finish))
-    assert finish.stats.output_tokens == 2 and core.idle
+    assert finish.stats.output_tokens == 2 and not core.scheduler.running
     assert core.handle(m.Stopped(0, FinishReason.ABORT, 3.0)) == []
 
 
@@ -211,7 +211,7 @@ def test_out_of_memory_puts_the_youngest_back_and_fails_one_alone() -> None:
 
 
 def test_malformed_proposals_change_nothing() -> None:
-    core = coordinator()
+    core = Coordinator([Source("toy", False)], Limits(), Controller(shared_device=True), vocab_size=50)
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9)), 0.0))
     run_round(core, [5], 0.0)
     source = core.scheduler.running[0].sources["toy"]
@@ -219,7 +219,8 @@ def test_malformed_proposals_change_nothing() -> None:
     bad = [
         {"incarnation": 0}, {"root": -1}, {"root": 5}, {"applied_len": 2}, {"applied_len": -1}, {"first": 0},
         {"first": 10**9}, {"parents": (1,)}, {"parents": (-1,)}, {"parents": ()}, {"scores": ()}, {"expanded": (2,)},
-        {"expanded": (-1,)}, {"request_id": 9}, {"source": "nobody"},
+        {"expanded": (-1,)}, {"request_id": 9}, {"source": "nobody"}, {"token_ids": (-1,)}, {"token_ids": (50,)},
+        {"scores": (1.0,)}, {"scores": (math.nan,)},
     ]  # fmt: skip
     for fields in bad:
         core.handle(m.Proposed(replace(good, **fields), 0.0))  # type: ignore[arg-type]
@@ -228,7 +229,7 @@ def test_malformed_proposals_change_nothing() -> None:
     assert core.scheduler.running[0].tree.lead() == 1
 
 
-def test_a_full_round_takes_less_than_a_millisecond() -> None:
+def test_a_full_round_is_a_matter_of_a_millisecond() -> None:
     """Eight proposals of 32 nodes, a walk, a re-rooting, a query of 64 of 640 nodes; the median is printed."""
     limits = Limits(max_window=64, max_tree_nodes=1024)
     times = []

@@ -167,7 +167,7 @@ def test_a_draft_that_dies_costs_speed_only(
         drafter.step = failing
         assert engine.submit(PROMPT, params).result().token_ids == wanted
         assert len(calls) == 4
-        assert engine.submit(PROMPT, params).result().token_ids == wanted, "and the next request goes on without it"
+        assert engine.submit(PROMPT, params).result().token_ids == wanted, "and so does the next request"
 
 
 @pytest.mark.parametrize("schedule", ["plain", "sequential", "parallel"])

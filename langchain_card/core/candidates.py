@@ -61,7 +61,7 @@ class CandidateTree:
             return DEAD
         node = self._children[parent].get(token)
         if node is not None:
-            self.scores[node] = max(self.scores[node], score)
+            self.scores[node] = max(self.scores[node], min(score, 0.0))
             return node
         if not self.is_alive(parent):
             return DEAD
@@ -78,10 +78,6 @@ class CandidateTree:
             for below in seen:
                 self._alive_under[below] = self.root
         return alive
-
-    def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that stands for `token`."""
-        return self._children[node].get(token)
 
     def children(self, node: int) -> list[int]:
         """All children of `node`, oldest first."""

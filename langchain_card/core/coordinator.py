@@ -19,10 +19,9 @@ from collections.abc import Sequence
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.controller import Policy
 from langchain_card.core.query import Query, Source, grant
-from langchain_card.core.request import FinishReason, Request, RequestState, RequestStats
+from langchain_card.core.request import FinishReason, Request, RequestState
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.sources import SourceState
 from langchain_card.core.walk import cut, walk
@@ -36,15 +35,17 @@ class Coordinator:
         sources: the drafters.
         limits: bounds.
         policy: what is decided by measurements.
+        vocab_size: of the target; proposals with other token ids are refused.
 
     Attributes:
         stale: proposals and verdicts that came too late, twice or malformed.
     """
 
-    def __init__(self, sources: Sequence[Source], limits: Limits, policy: Policy) -> None:
+    def __init__(self, sources: Sequence[Source], limits: Limits, policy: Policy, vocab_size: int = 2**31) -> None:
         self.sources = {source.name: source for source in sources}
         self.limits = limits
         self.policy = policy
+        self.vocab_size = vocab_size
         self.query = Query(self.sources, limits, policy)
         self.scheduler = Scheduler(limits)
         self.workers = Workers((m.TARGET, *self.sources), limits)
@@ -54,7 +55,7 @@ class Coordinator:
 
     def copy(self) -> Coordinator:
         """An independent copy that shares the policy."""
-        copied = Coordinator(tuple(self.sources.values()), self.limits, self.policy)
+        copied = Coordinator(tuple(self.sources.values()), self.limits, self.policy, self.vocab_size)
         copied.scheduler, copied.workers = self.scheduler.copy(), self.workers.copy()
         copied.draining, copied.stale, copied._next_step_id = self.draining, self.stale, self._next_step_id
         return copied
@@ -82,12 +83,8 @@ class Coordinator:
                 return self._shrink(worker, request_ids, now)
             case m.Draining():
                 self.draining = True
+                self.scheduler.unpause()  # all answers are written to their end, read or not
                 return []
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request waits or runs."""
-        return not self.scheduler.waiting and not self.scheduler.running
 
     # Query: what shall the target verify next?
 
@@ -95,21 +92,19 @@ class Coordinator:
         effects: list[m.Effect] = []
         if m.TARGET not in self.workers:
             return [m.Wait(math.inf)]
+        while (paused := self.scheduler.in_the_way()) is not None:
+            effects += self._leave(paused)
+            self.scheduler.put_back(paused)
         while (admitted := self.scheduler.admit()) is not None:
             effects += self._begin(admitted, now)
         ready, until = [], math.inf
-        for state in self._verifiable():
+        for state in self.scheduler.verifiable():
             effects += self.query.draft_first(state, now)
             if state.wait_until is not None and now < state.wait_until:
                 until = min(until, state.wait_until)
             else:
                 ready.append(state)
         return [*effects, m.Verify(tuple(map(self._open_window, ready))) if ready else m.Wait(until)]
-
-    def _verifiable(self) -> list[RequestState]:
-        """Requests that may be verified; one with which the target failed is tried alone."""
-        states = [s for s in self.scheduler.running.values() if s.window is None and not s.paused]
-        return next(([state] for state in states if state.failures), states)
 
     def _open_window(self, state: RequestState) -> m.Window:
         state.window = self.query.window(state, self._next_step_id)
@@ -131,7 +126,7 @@ class Coordinator:
         accepted = sources[: len(rows) - 1]
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
-        if state.stats.rounds:
+        if state.last_commit is not None:
             self.policy.saw_round(state.schedule, len(tokens), now - state.last_commit)
         self.policy.saw_target_step(state.schedule, len(window.token_ids), verdict.elapsed)
         state.stats.add_round(len(window.token_ids), len(tokens), accepted, hit, verdict.elapsed, now)
@@ -169,15 +164,17 @@ class Coordinator:
     def _grow(self, proposal: m.Proposal) -> list[m.Effect]:
         state = self.scheduler.running.get(proposal.request_id)
         source = state.sources.get(proposal.source) if state is not None else None
-        dropped = source.merge(proposal, state.tree, 2 * self.limits.max_tree_nodes) if state and source else None
-        if state is None or source is None or dropped is None:
+        if state is None or source is None:
             self.stale += 1
             return []
-        state.stats.dropped += dropped
-        if proposal.applied_len == len(state.output_ids):  # else it answers leave that a correction has taken back
+        dropped = source.merge(proposal, state.tree, 2 * self.limits.max_tree_nodes, self.vocab_size)
+        self.stale += dropped is None
+        state.stats.dropped += dropped or 0
+        if proposal.incarnation == source.incarnation and proposal.applied_len == len(state.output_ids):
+            # Else it answers leave that a correction has taken back.
             source.credits = max(0, source.credits - proposal.steps)
-            source.exhausted = not proposal.token_ids
-        if proposal.elapsed:
+            source.exhausted = dropped is None or not proposal.token_ids
+        if proposal.elapsed and dropped is not None:
             state.stats.draft_busy += proposal.elapsed if state.output_ids else 0.0
             if self.sources[proposal.source].paced:
                 self.policy.saw_draft_step(state.schedule, proposal.elapsed)
@@ -186,17 +183,17 @@ class Coordinator:
     # Requests come and go.
 
     def _submit(self, request: Request, now: float) -> list[m.Effect]:
-        stats = RequestStats(schedule=request.params.schedule, submitted=now, started=now, first_token=now, ended=now)
-        state = RequestState(request, CandidateTree(request.prompt_ids[-1]), request.params.schedule, stats)
-        refusal = ""
-        if self.draining:
-            refusal = "the engine takes no more requests: it is draining"
-        elif self.scheduler.is_full:
-            refusal = f"max_queue = {self.limits.max_queue} requests wait already"
-        elif self.workers.given_up(m.TARGET):
-            refusal = "the target died too often"
+        state = RequestState.waiting(request, now)
+        refusal = self._refusal()
         self.scheduler.waiting.append(state)
         return self._finish(state, FinishReason.ERROR, now, refusal) if refusal else []
+
+    def _refusal(self) -> str:
+        if self.draining:
+            return "the engine takes no more requests: it is draining"
+        if self.scheduler.is_full:
+            return f"max_queue = {self.limits.max_queue} requests wait already"
+        return "the target died too often" if self.workers.given_up(m.TARGET) else ""
 
     def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
         """Starts a request on the target and on the drafters that are there, or lets it go on."""
@@ -237,13 +234,13 @@ class Coordinator:
     def _leave(self, state: RequestState) -> list[m.Effect]:
         """Frees what a request holds on the workers; what is in flight for it is stale from now on."""
         workers = [worker for worker in (m.TARGET, *state.sources) if worker in self.workers]
-        state.sources, state.window, state.wait_until = {}, None, None
+        state.sources, state.window, state.wait_until, state.last_commit = {}, None, None, None
         return [m.End(worker, state.request.request_id) for worker in workers]
 
     def _pause(self, request_id: int, paused: bool) -> list[m.Effect]:
         state = self.scheduler.find(request_id)
         if state is not None:
-            state.paused = paused
+            state.paused, state.last_commit = paused and not self.draining, None
         return []
 
     # Workers fail and come back.
@@ -256,7 +253,7 @@ class Coordinator:
 
     def _lose(self, worker: str, now: float, reason: str) -> list[m.Effect]:
         """A drafter costs speed; with the target all that runs goes back to wait, to be read again."""
-        if worker not in self.workers:
+        if self.workers.given_up(worker):
             return []
         restart_at = self.workers.died(worker, now)
         effects: list[m.Effect] = [] if restart_at is None else [m.Restart(worker, restart_at)]
@@ -269,8 +266,10 @@ class Coordinator:
             state.failures += state.window is not None
             effects += self._leave(state)
             self.scheduler.put_back(state)
-        doomed = [s for s in self.scheduler.waiting if restart_at is None or s.failures >= self.limits.max_failures]
-        for state in doomed:
+        culprits = [s for s in self.scheduler.waiting if s.failures >= self.limits.max_failures]
+        if culprits:
+            self.workers.forgive(worker, self.limits.max_failures)
+        for state in culprits if restart_at is not None else list(self.scheduler.waiting):
             effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
         return effects
 

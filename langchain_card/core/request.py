@@ -197,7 +197,7 @@ class RequestState:
         paused: its consumer reads too slowly.
         failures: target steps in a row that failed with it.
         incarnation: how often it was begun.
-        last_commit: time of the last commit.
+        last_commit: time of the last commit; None when something else than a round has happened since.
     """
 
     request: Request
@@ -212,7 +212,14 @@ class RequestState:
     paused: bool = False
     failures: int = 0
     incarnation: int = 0
-    last_commit: float = 0.0
+    last_commit: float | None = None
+
+    @classmethod
+    def waiting(cls, request: Request, now: float) -> RequestState:
+        """A request as it arrives."""
+        schedule = request.params.schedule
+        stats = RequestStats(schedule=schedule, submitted=now, started=now, first_token=now, ended=now)
+        return cls(request, CandidateTree(request.prompt_ids[-1]), schedule, stats)
 
     def copy(self) -> RequestState:
         """An independent copy."""

@@ -34,12 +34,22 @@ class Scheduler:
         return copied
 
     def admit(self) -> RequestState | None:
-        """Lets the next waiting request run, if there is one and room for it."""
-        if not self.waiting or len(self.running) >= self.capacity:
+        """Lets the next waiting request run whose consumer reads, if there is one and room for it."""
+        state = self._next()
+        if state is None or len(self.running) >= self.capacity:
             return None
-        state = self.waiting.popleft()
+        self.waiting.remove(state)
         self.running[state.request.request_id] = state
         return state
+
+    def in_the_way(self) -> RequestState | None:
+        """A running request whose consumer does not read, while another one waits for its place."""
+        if self._next() is None or len(self.running) < self.capacity:
+            return None
+        return next((state for state in self.running.values() if state.paused and state.window is None), None)
+
+    def _next(self) -> RequestState | None:
+        return next((state for state in self.waiting if not state.paused), None)
 
     @property
     def is_full(self) -> bool:
@@ -47,9 +57,19 @@ class Scheduler:
         return len(self.waiting) >= self.limits.max_queue + max(0, self.capacity - len(self.running))
 
     def put_back(self, state: RequestState) -> None:
-        """Takes a running request's place away; it is the next to be admitted."""
+        """Takes a running request's place away; it is the next to be admitted once its consumer reads."""
         del self.running[state.request.request_id]
         self.waiting.appendleft(state)
+
+    def verifiable(self) -> list[RequestState]:
+        """Requests that may be verified; one with which the target failed is tried alone."""
+        states = [state for state in self.running.values() if state.window is None and not state.paused]
+        return next(([state] for state in states if state.failures), states)
+
+    def unpause(self) -> None:
+        """Lets every request go on, whether its consumer reads or not."""
+        for state in (*self.running.values(), *self.waiting):
+            state.paused = False
 
     def find(self, request_id: int) -> RequestState | None:
         """The request, waiting or running; None when it ended or never was."""

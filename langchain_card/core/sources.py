@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.messages import Proposal
 
+MAX_NUMBER = 65_536
+"""Nodes that a drafter may number in one epoch."""
+
 
 @dataclass(slots=True)
 class SourceState:
@@ -40,25 +43,25 @@ class SourceState:
         """An independent copy."""
         return replace(self, nodes=self.nodes.copy(), expanded=self.expanded.copy())
 
-    def merge(self, proposal: Proposal, tree: CandidateTree, max_nodes: int) -> int | None:
+    def merge(self, proposal: Proposal, tree: CandidateTree, max_nodes: int, vocab_size: int) -> int | None:
         """Enters a proposal's nodes into the cache.
 
         Args:
             proposal: of this drafter.
             tree: of the request.
-            max_nodes: largest number that a drafter may give to a node, and candidates that the tree may hold.
+            max_nodes: candidates that the tree may hold.
+            vocab_size: token ids at and above it are refused.
 
         Returns:
             How many of its nodes were dropped because their branch is dead or the tree full; None when all of it is
             stale or makes no sense, and nothing was done.
         """
-        if not self._admits(proposal, tree, max_nodes):
+        if not self._admits(proposal, tree, vocab_size):
             return None
         if proposal.epoch > self.epoch:
             self.epoch, self.nodes = proposal.epoch, []
         self.nodes += [DEAD] * (proposal.first - len(self.nodes))  # lost
-        if proposal.root < proposal.first:
-            self.nodes[proposal.root] = tree.path[proposal.applied_len]
+        self.nodes[proposal.root] = tree.path[proposal.applied_len]
         self.applied_len = max(self.applied_len, proposal.applied_len)
         dropped = 0
         for parent, token, score in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
@@ -69,7 +72,7 @@ class SourceState:
         self.expanded.update(self.nodes[number] for number in proposal.expanded if self.nodes[number] != DEAD)
         return dropped
 
-    def _admits(self, proposal: Proposal, tree: CandidateTree, max_nodes: int) -> bool:
+    def _admits(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
         count, first = len(proposal.token_ids), proposal.first
         if proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
             return False
@@ -77,12 +80,14 @@ class SourceState:
             return False  # repeated
         return (
             first > 0
-            and first + count <= max_nodes
+            and first + count <= MAX_NUMBER
             and len(proposal.parents) == len(proposal.scores) == count
             and 0 <= proposal.root < first
             and 0 <= proposal.applied_len < len(tree.path)
             and all(0 <= parent < first + i for i, parent in enumerate(proposal.parents))
             and all(0 <= number < first + count for number in proposal.expanded)
+            and all(0 <= token < vocab_size for token in proposal.token_ids)
+            and all(score <= 0.0 for score in proposal.scores)
         )
 
     def renumber(self, new: Mapping[int, int]) -> None:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 
 from langchain_card.config import Limits
 
 MAX_RESTART_SECONDS = 10.0
+
+
+class Life(Enum):
+    """Where a worker is between its deaths."""
+
+    UP = "up"
+    DOWN = "down"
+    GIVEN_UP = "given up"
 
 
 class Workers:
@@ -19,35 +28,44 @@ class Workers:
 
     def __init__(self, names: Iterable[str], limits: Limits) -> None:
         self.limits = limits
-        self._up = dict.fromkeys(names, True)
-        self._deaths: dict[str, tuple[float, ...]] = dict.fromkeys(self._up, ())
+        self._life = dict.fromkeys(names, Life.UP)
+        self._deaths: dict[str, tuple[float, ...]] = dict.fromkeys(self._life, ())
 
     def copy(self) -> Workers:
         """An independent copy."""
         copied = Workers((), self.limits)
-        copied._up, copied._deaths = self._up.copy(), self._deaths.copy()
+        copied._life, copied._deaths = self._life.copy(), self._deaths.copy()
         return copied
 
     def __contains__(self, worker: str) -> bool:
         """Whether the worker can be given work."""
-        return self._up.get(worker, False)
+        return self._life.get(worker) is Life.UP
 
     def given_up(self, worker: str) -> bool:
-        """Whether the worker died too often and will not come back."""
-        return not self._up[worker] and len(self._deaths[worker]) > self.limits.max_deaths
+        """Whether the worker died too often and will not come back, or never was."""
+        return self._life.get(worker, Life.GIVEN_UP) is Life.GIVEN_UP
 
     def started(self, worker: str) -> bool:
-        """Whether that is news: the worker is known and was not there."""
-        if self._up.get(worker, True):
+        """Whether that is news: the worker was down."""
+        if self._life.get(worker) is not Life.DOWN:
             return False
-        self._up[worker] = True
+        self._life[worker] = Life.UP
         return True
 
     def died(self, worker: str, now: float) -> float | None:
-        """The time at which it may start again, or None when it has died too often and is given up."""
-        self._up[worker] = False
+        """A worker died, or could not start again.
+
+        Returns:
+            The time at which it may start again, or None when it has died too often and is given up.
+        """
         recent = tuple(t for t in self._deaths[worker] if now - t < self.limits.deaths_seconds)
         self._deaths[worker] = (*recent, now)
         if len(recent) >= self.limits.max_deaths:
+            self._life[worker] = Life.GIVEN_UP
             return None
+        self._life[worker] = Life.DOWN
         return now + min(self.limits.restart_seconds * float(2 ** len(recent)), MAX_RESTART_SECONDS)
+
+    def forgive(self, worker: str, deaths: int) -> None:
+        """Its last deaths were a request's fault, and that request is gone."""
+        self._deaths[worker] = self._deaths[worker][:-deaths]

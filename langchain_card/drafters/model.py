@@ -36,13 +36,13 @@ MIN_SCORE = math.log(0.004)
 @dataclass(slots=True)
 class _Sequence:
     tree: DraftTree
-    cache: KVCache
+    cache: KVCache | None  # opened with the first step
     sampler: Sampler
     scale: float  # the temperature; 1 when greedy
 
     def unread(self) -> list[int]:
         """Committed tokens that have no KV yet, in order."""
-        num_prompt, length = len(self.tree.prompt_ids), self.cache.length
+        num_prompt, length = len(self.tree.prompt_ids), self.cache.length if self.cache is not None else 0
         return [*self.tree.prompt_ids[length:], *self.tree.output_ids[max(0, length - num_prompt) :]]
 
 
@@ -65,12 +65,11 @@ class ModelDrafter:
         self._sequences: dict[int, _Sequence] = {}
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """Opens a sequence; its text is read with the first step."""
-        cache = self._runner.open()
-        tree = DraftTree(request.prompt_ids, output_ids, cache.num_scratch)
+        """Opens a sequence; its text is read, and memory taken, with the first step."""
+        tree = DraftTree(request.prompt_ids, output_ids, self._runner.num_scratch)
         sampler = Sampler(request.params, request.prompt_ids)
         sampler.commit(output_ids)
-        self._sequences[request.request_id] = _Sequence(tree, cache, sampler, request.params.temperature or 1.0)
+        self._sequences[request.request_id] = _Sequence(tree, None, sampler, request.params.temperature or 1.0)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
@@ -78,7 +77,8 @@ class ModelDrafter:
         if sequence is None:
             return
         applied = sequence.tree.apply(start, token_ids)
-        sequence.cache.keep(applied.slots)
+        if sequence.cache is not None:
+            sequence.cache.keep(applied.slots)
         sequence.sampler.commit(applied.token_ids)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
@@ -98,28 +98,29 @@ class ModelDrafter:
         self._sequences.clear()
 
     def _step(self, request_id: int, sequence: _Sequence, width: int) -> Proposal:
-        tree, cache = sequence.tree, sequence.cache
-        position = len(tree.prompt_ids) + len(tree.output_ids)
-        fits = position + self._runner.num_scratch <= self._runner.max_len
-        nodes = tree.choose(width) if fits else []
+        tree = sequence.tree
+        if len(tree.prompt_ids) + len(tree.output_ids) + self._runner.num_scratch > self._runner.max_len:
+            return tree.publish(self.name, request_id, (), 0.0)  # the text is longer than the draft's context
+        cache = sequence.cache = sequence.cache or self._runner.open()
+        nodes = tree.choose(width)
         unread = sequence.unread()
         if len(unread) > CATCH_UP_ROWS:
             self._runner.prefill(cache, unread[:-1])
             unread = unread[-1:]
         started = time.perf_counter()
         if nodes == [tree.root]:
-            self._expand(sequence, nodes, self._read(sequence, unread))
+            self._expand(sequence, nodes, self._read(tree, cache, unread))
         elif nodes:
             paths = [tree.place(node) for node in nodes]
             self._expand(sequence, nodes, self._runner.step(cache, [tree.tokens[node] for node in nodes], paths))
         return tree.publish(self.name, request_id, nodes, time.perf_counter() - started)
 
-    def _read(self, sequence: _Sequence, unread: list[int]) -> Tensor:
+    def _read(self, tree: DraftTree, cache: KVCache, unread: list[int]) -> Tensor:
         """Forwards the last committed tokens as a chain; logits [1, vocabulary] of the last."""
-        slots = sequence.tree.free_slots[: len(unread)]
+        slots = tree.free_slots[: len(unread)]
         paths = [tuple(slots[: i + 1]) for i in range(len(unread))]
-        logits = self._runner.step(sequence.cache, unread, paths)
-        sequence.cache.keep(slots)
+        logits = self._runner.step(cache, unread, paths)
+        cache.keep(slots)
         return logits[-1:]
 
     @torch.inference_mode()

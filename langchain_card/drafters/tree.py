@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from langchain_card.core.messages import Proposal
 
-MAX_NODES = 2048
+MAX_NODES = 1024
 """Nodes of one epoch; a tree that grew for so long is dropped and begun anew."""
 
 
@@ -76,6 +76,8 @@ class DraftTree:
                 slots.append(slot)
         self.output_ids += new
         if node is None or len(self.tokens) > MAX_NODES:
+            if node is not None and self.slots[node] is not None:
+                slots.pop()  # it is read again as the root of the new tree
             self._start_epoch()
         else:
             self._re_root(node)

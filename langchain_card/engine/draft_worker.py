@@ -81,4 +81,7 @@ class DraftWorker:
 
     def close(self) -> None:
         """Frees the drafter."""
-        self.drafter.close()
+        with self._turn:
+            self._begun.clear()
+            self._leave.clear()
+            self.drafter.close()

@@ -158,6 +158,8 @@ class Driver:
                 yield m.OutOfMemory(m.TARGET, request_ids, self._clock())
                 return
             log.exception("a target step failed for requests %s", request_ids)
+            for request_id in self._generations:
+                self._target.end(request_id)  # its successor needs the memory
             yield m.WorkerDied(m.TARGET, self._clock(), repr(error)[:200])
         else:
             for verdict in verdicts:
@@ -167,31 +169,53 @@ class Driver:
         due = [(at, worker) for at, worker in self._restarts if at <= self._clock()]
         for entry in due:
             self._restarts.remove(entry)
-            worker = entry[1]
+            self._perform(self.coordinator.handle(self._restart(entry[1])))
+
+    def _restart(self, worker: str) -> m.Event:
+        try:
             if worker == m.TARGET:
                 self._target = self._make_target()
             else:
                 self.transports[worker].close()
                 self.transports[worker] = self._make_transports[worker](self)
-            self._perform(self.coordinator.handle(m.WorkerStarted(worker, self._clock())))
+        except Exception as error:
+            log.exception("%s could not be started again", worker)
+            return m.WorkerDied(worker, self._clock(), repr(error)[:200])
+        return m.WorkerStarted(worker, self._clock())
 
     def _finish(self, finish: m.Finish) -> None:
         generation = self._generations.pop(finish.request_id, None)
         if generation is not None and finish.error:
             generation.fail(EngineError("request", finish.request_id, finish.error, "the log may say more"))
         elif generation is not None:
-            generation.finish(finish.reason, finish.stats)
+            try:
+                generation.finish(finish.reason, finish.stats)
+            except Exception as error:
+                self._fail(generation, error)
 
     def _emit(self, emit: m.Emit) -> bool:
         """Hands tokens to the consumer; True when a stop string ended the request with them."""
         generation = self._generations.get(emit.request_id)
-        counted = generation.push(emit) if generation is not None else None
-        if counted is None:
+        if generation is None:
             return False
-        stopped = m.Stopped(emit.request_id, FinishReason.STOP, self._clock(), counted)
+        try:
+            counted = generation.push(emit)
+        except Exception as error:
+            self._fail(generation, error)
+            stopped = m.Stopped(emit.request_id, FinishReason.ABORT, self._clock())
+        else:
+            if counted is None:
+                return False
+            stopped = m.Stopped(emit.request_id, FinishReason.STOP, self._clock(), counted)
         effects = self.coordinator.handle(stopped)
         self._perform(effects)
         return bool(effects)  # none when the same round had ended the request anyway
+
+    def _fail(self, generation: Generation, error: Exception) -> None:
+        """Ends one request whose text could not be made."""
+        log.error("request %s could not be handed out", generation.request.request_id, exc_info=error)
+        self._generations.pop(generation.request.request_id, None)
+        generation.fail(EngineError("request", generation.request.request_id, f"its text could not be made ({error})"))
 
     def _fail_all(self, error: BaseException) -> None:
         with self._ended:  # from here on nothing is queued

@@ -64,7 +64,12 @@ class Engine:
         self._closed = self._draining = False
         self._specs = [spec for spec in (self._pair.target, self._pair.draft) if spec is not None]
         models = _acquire_all(self._specs)
-        self._driver, self.devices = self._build(models)
+        try:
+            self._driver, self.devices = self._build(models)
+        except BaseException:
+            for spec in self._specs:
+                release_model(spec)
+            raise
         self._thread = threading.Thread(target=self._driver.run, name="card-target", daemon=True)
         self._thread.start()
         _open_engines.add(self)
@@ -87,7 +92,7 @@ class Engine:
 
         shared = pair.draft is None or pair.draft.device == pair.target.device
         sources = [Source(name, paced=name == "model") for name in makers]
-        coordinator = Coordinator(sources, limits, Controller(shared_device=shared, limits=limits))
+        coordinator = Coordinator(sources, limits, Controller(shared_device=shared, limits=limits), pair.vocab_size)
         transports = {name: functools.partial(_transport, make, threads=threads) for name, make in makers.items()}
         devices = {"target": str(models[0].device)}
         if pair.draft is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -214,7 +215,7 @@ class Generation:
                     future.set_result(None)
 
             def wake() -> None:
-                if not loop.is_closed():
+                with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(complete)
 
             self._wakers.append(wake)

@@ -15,7 +15,7 @@ from langchain_card.runtime.sampling import Sampler, token_logprobs
 @dataclass(slots=True)
 class _Sequence:
     begin: Begin
-    cache: KVCache
+    cache: KVCache | None  # opened with the first window
     sampler: Sampler
     window: Window | None = None
 
@@ -33,15 +33,10 @@ class TargetWorker:
         self._set_threads = set_threads
         self._sequences: dict[int, _Sequence] = {}
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that hold KV."""
-        return len(self._sequences)
-
     def begin(self, begin: Begin) -> None:
         """Opens a sequence; its text is read with the first window."""
         sampler = Sampler(begin.request.params, begin.request.prompt_ids)
-        self._sequences[begin.request.request_id] = _Sequence(begin, self._runner.open(), sampler)
+        self._sequences[begin.request.request_id] = _Sequence(begin, None, sampler)
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
@@ -53,10 +48,10 @@ class TargetWorker:
 
     def _verify(self, window: Window, sequence: _Sequence) -> Verdict:
         self._set_threads(sequence.begin.schedule)
-        self._advance(window, sequence)
+        cache = self._advance(window, sequence)
         paths = row_paths(window.parents)
         started = time.perf_counter()
-        logits = self._runner.step(sequence.cache, window.token_ids, paths)
+        logits = self._runner.step(cache, window.token_ids, paths)
         scores = sequence.sampler.scores(logits, path_tokens(window.token_ids, paths))
         target_ids = tuple(scores.argmax(dim=-1).tolist())
         count = sequence.begin.request.params.logprobs
@@ -64,14 +59,14 @@ class TargetWorker:
         elapsed = time.perf_counter() - started
         return Verdict(window.request_id, window.step_id, target_ids, elapsed, logprobs)
 
-    def _advance(self, window: Window, sequence: _Sequence) -> None:
+    def _advance(self, window: Window, sequence: _Sequence) -> KVCache:
         """Keeps what was committed since the last window, or reads the text so far.
 
         A window that failed for want of memory comes again: what was done for it already is not done twice.
         """
         cache, last = sequence.cache, sequence.window
-        if last is None:
-            self._read(sequence)
+        if cache is None or last is None:
+            cache = self._read(sequence)
         elif cache.length < window.start_position:
             cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
             accepted = [last.token_ids[row] for row in window.kept_rows[1:]]
@@ -79,22 +74,24 @@ class TargetWorker:
         sequence.window = window
         assert cache.length == window.start_position, "the window was cut for another prefix"
         assert sequence.sampler.length == window.start_position + 1, "the history is not that of the window"
+        return cache
 
-    def _read(self, sequence: _Sequence) -> None:
+    def _read(self, sequence: _Sequence) -> KVCache:
         """Reads all but the last token: the prompt at once; an answer that goes on row by row, as it was written.
 
         A row's bits do not depend on the other rows of a step, so the sequence continues exactly as it would have.
         """
-        request, output_ids, cache = sequence.begin.request, sequence.begin.output_ids, sequence.cache
+        request, output_ids = sequence.begin.request, sequence.begin.output_ids
         sequence.sampler = Sampler(request.params, request.prompt_ids)
         sequence.sampler.commit(output_ids)
-        cache.length = 0
+        cache = sequence.cache = self._runner.open()
         self._runner.prefill(cache, request.prompt_ids[:-1])
         rest = (request.prompt_ids[-1], *output_ids)[: len(output_ids)]
         for start in range(0, len(rest), self._runner.num_scratch):
             rows = rest[start : start + self._runner.num_scratch]
             self._runner.step(cache, rows, [tuple(range(i + 1)) for i in range(len(rows))])
             cache.keep(range(len(rows)))
+        return cache
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:

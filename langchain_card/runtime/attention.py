@@ -9,6 +9,7 @@ SDPA's scratch memory of the second is aligned differently, which changes last b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,9 @@ def card_attention(
         k, v = kv[:, :, scratch : scratch + group.keys].unsqueeze(1).expand(-1, n, -1, -1, -1)
         mask = group.mask if sliding_window is None else group.sliding_mask
         assert mask is not None
-        with single_threaded():  # split between threads, a row's bits depend on how many rows there are
+        with (
+            single_threaded() if query.device.type == "cpu" else nullcontext()
+        ):  # split between threads, a row's bits depend on how many rows there are
             attended = _attend(q if whole else q[group.rows], k, v, mask.expand(n, 1, q.shape[2], -1), scaling, softcap)
         out = attended if whole else out.index_copy_(0, group.rows, attended)
     return out.flatten(1, 2)[None], None

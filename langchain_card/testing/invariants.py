@@ -34,6 +34,8 @@ def check(world: World) -> None:
         _check_tree(world, state)
     held = set(world.target.held) if world.target is not None else set()
     assert held <= set(core.scheduler.running), "an ended request holds KV"
+    for draft in world.drafts.values():
+        assert draft.inbox or set(draft.begun) <= set(scheduler.running), "an ended request holds a draft's KV"
     if len(world.finished) == world.scope.requests and world.ended:
         assert not any(draft.drafter.trees or draft.begun for draft in world.drafts.values()), "a draft holds KV"
 

@@ -38,6 +38,7 @@ class Scope:
         vocab_size, top: of the toy model.
         limits: bounds.
         widths: draft steps granted with a correction.
+        one_reader: a consumer that fell behind reads on only when nobody else's answer is still to come.
         faults: how often each fault may strike: "kill", "kill target", "out of memory", "target out of memory", "lose",
             "repeat", "abort", "pause", "drain".
     """
@@ -54,6 +55,7 @@ class Scope:
         default_factory=lambda: Limits(max_num_seqs=2, max_window=3, max_lead=3, max_tree_nodes=4, max_queue=2)
     )
     widths: tuple[int, ...] = (1,)
+    one_reader: bool = False
     faults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -131,7 +133,7 @@ class World:
         for worker in self.restarts:
             yield ("restart", worker)
         for state in self._states():
-            if state.paused:
+            if state.paused and (not self.scope.one_reader or all(other.paused for other in self._states())):
                 yield ("resume", state.request.request_id)
         if self.late:
             yield ("late verdict",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 from langchain_card.ports import DraftCommand, Worker
@@ -25,6 +26,7 @@ class InlineTransport:
         self._worker = worker
         self._on_death = on_death
         self.dead = False
+        self._dying = threading.Lock()
 
     def send(self, command: DraftCommand) -> None:
         """Applies the command and takes the steps that it grants."""
@@ -39,8 +41,11 @@ class InlineTransport:
 
     def fail(self, error: Exception) -> None:
         """The worker raised: frees the drafter, and takes no commands from now on."""
+        with self._dying:
+            if self.dead:
+                return
+            self.dead = True
         log.error("a drafter died; requests go on without it", exc_info=error)
-        self.dead = True
         self._worker.close()
         self._on_death(error)
 

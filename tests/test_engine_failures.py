@@ -1,0 +1,133 @@
+"""What goes wrong in one place of the engine stays there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from langchain_card.config import EngineConfig, Limits
+from langchain_card.core.request import SamplingParams
+from langchain_card.drafters.model import ModelDrafter
+from langchain_card.drafters.tree import MAX_NODES, DraftTree
+from langchain_card.engine.engine import Engine
+from langchain_card.errors import EngineError, InvalidInputError
+from langchain_card.runtime.runner import ModelRunner
+
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    target = tiny.make_target("llama", folder / "target")
+    return target, tiny.make_draft(target, folder / "draft", noise=0.02)
+
+
+def config(pair: tuple[str, str], **options: Any) -> EngineConfig:
+    return EngineConfig(**{"model": pair[0], "draft_model": pair[1], "dtype": "float64", "ngram": False, **options})
+
+
+def answer(engine: Engine, count: int, schedule: str = "parallel", prompt: list[int] = PROMPT) -> tuple[int, ...]:
+    params = SamplingParams(max_tokens=count, schedule=schedule)  # type: ignore[arg-type]
+    return engine.submit(prompt, params).result().token_ids
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+def test_a_text_longer_than_the_drafts_context(
+    pair: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The draft says nothing any more; it does not write past its cache and die."""
+    init = ModelDrafter.__init__
+
+    def short(self: ModelDrafter, runner: ModelRunner, **options: Any) -> None:
+        init(self, ModelRunner(runner.model, max_len=160, num_scratch=16), **options)
+
+    with Engine(config(pair)) as engine:
+        wanted = answer(engine, 200, "plain"), answer(engine, 20, "plain", PROMPT * 10)
+    monkeypatch.setattr(ModelDrafter, "__init__", short)
+    with Engine(config(pair)) as engine:
+        assert answer(engine, 200, schedule) == wanted[0]
+        assert answer(engine, 20, schedule, PROMPT * 10) == wanted[1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("scratch", [16, 64], ids=["target", "draft"])
+def test_no_memory_for_a_sequence(pair: tuple[str, str], scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the target: the request is tried once more. Of the draft: the request goes on without it."""
+    opened, calls = ModelRunner.open, []
+
+    def scarce(self: ModelRunner) -> Any:
+        if self.num_scratch == scratch:
+            calls.append(1)
+            if len(calls) == 1:
+                raise torch.OutOfMemoryError("planted")
+        return opened(self)
+
+    with Engine(config(pair)) as engine:
+        wanted = answer(engine, 30, "plain")
+        monkeypatch.setattr(ModelRunner, "open", scarce)
+        assert answer(engine, 30, "sequential") == wanted
+        assert calls
+        assert answer(engine, 30, "sequential") == wanted
+
+
+def test_a_text_that_cannot_be_made_ends_one_request(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(config(pair)) as engine:
+        broken = engine.submit(PROMPT, SamplingParams(max_tokens=20))
+        monkeypatch.setattr(broken._detokenizer, "push", lambda *_: 1 / 0)
+        other = engine.submit(PROMPT, SamplingParams(max_tokens=20))
+        with pytest.raises(EngineError, match="division by zero"):
+            broken.result()
+        assert len(other.result().token_ids) == 20
+
+
+def test_a_loop_that_is_gone_harms_nobody(pair: tuple[str, str]) -> None:
+    with Engine(config(pair)) as engine:
+        generation = engine.submit(PROMPT, SamplingParams(max_tokens=400))
+
+        async def leave() -> None:
+            async for _ in generation:
+                break
+
+        asyncio.run(leave())
+        assert len(answer(engine, 10)) == 10
+
+
+def test_whoever_is_read_last_does_not_block_the_others(pair: tuple[str, str]) -> None:
+    """One place, two long answers, the second read first: the first one is paused and gives its place away."""
+    with Engine(config(pair, limits=Limits(max_unread=8))) as engine:
+        params = SamplingParams(max_tokens=60, schedule="sequential")
+        first, second = engine.submit(PROMPT, params), engine.submit(PROMPT, params)
+        later = [piece.token_id for piece in second]
+        assert [piece.token_id for piece in first] == later and len(later) == 60
+        unread = engine.submit(PROMPT, params)
+        assert engine.drain(60) is True, "draining does not wait for somebody who does not read"
+        assert len(unread.result().token_ids) == 60
+
+
+def test_a_tree_that_grows_without_a_miss_is_begun_anew() -> None:
+    """The new root is read again, so its slot is not kept; otherwise nothing would be left to read."""
+    tree = DraftTree((1,), (), 8)
+    tree.expand(tree.root, (5, 6, 7), (-0.1, -3.0, -4.0))
+    for _ in range(MAX_NODES):
+        (node,) = tree.choose(1)
+        tree.place(node)
+        tree.expand(node, (5, 6, 7), (-0.1, -3.0, -4.0))
+        epoch, slot = tree.epoch, tree.slots[node]
+        applied = tree.apply(len(tree.output_ids), (5,))
+        if tree.epoch > epoch:
+            assert applied.slots == [] and tree.choose(1) == [tree.root]
+            return
+        assert applied.slots == [slot]
+    raise AssertionError("the tree never grew too large")
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_unread", "max_window", "max_lead"])
+def test_limits_have_limits(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name} = 0"):
+        Limits(**{name: 0})
