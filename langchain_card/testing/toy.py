@@ -13,7 +13,6 @@ from langchain_card.drafters.tree import DraftTree
 from langchain_card.ports import Budget
 
 StepTime: TypeAlias = Callable[[int], float]
-LIKELY, UNLIKELY = math.log(0.6), math.log(0.2)
 _MULTIPLIER, _MODULUS = 48_271, 2**31 - 1
 
 
@@ -24,12 +23,16 @@ class ToyModel:
         vocab_size: tokens 0 .. vocab_size - 1.
         top: chance that a draft's likeliest child is the target's token.
         sibling: chance that its second child is, when the first is not.
+        stated: chance that a draft states for its first child; half of the rest for the second.
         seed: another one gives other texts.
     """
 
-    def __init__(self, vocab_size: int = 5, top: float = 0.6, sibling: float = 0.5, seed: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int = 5, top: float = 0.6, sibling: float = 0.5, seed: int = 0, stated: float = 0.6
+    ) -> None:
         self.vocab_size = vocab_size
         self._top, self._sibling, self._seed = top, sibling, seed
+        self._first, self._second = math.log(stated), math.log((1 - stated) / 2)
         self.target_token = functools.lru_cache(maxsize=1 << 16)(self._target_token)
         self.candidates = functools.lru_cache(maxsize=1 << 16)(self._candidates)
 
@@ -43,10 +46,10 @@ class ToyModel:
         wrong = (right + 1 + draw % (self.vocab_size - 1)) % self.vocab_size
         chance = draw / _MODULUS
         if chance < self._top:
-            return ((right, LIKELY), (wrong, UNLIKELY))
+            return ((right, self._first), (wrong, self._second))
         if chance < self._top + (1 - self._top) * self._sibling:
-            return ((wrong, LIKELY), (right, UNLIKELY))
-        return ((wrong, LIKELY),)
+            return ((wrong, self._first), (right, self._second))
+        return ((wrong, self._first),)
 
     def answer(self, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
         """What the target writes alone."""
