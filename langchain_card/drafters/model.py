@@ -29,8 +29,41 @@ from langchain_card.runtime.sampling import Sampler
 CATCH_UP_ROWS = 16
 """Committed tokens up to this many are read together with the next step; more are read as a prompt is."""
 
-MIN_SCORE = math.log(0.004)
-"""Children below this chance are not published."""
+MIN_CHANCE = 0.004
+"""Children below it are not published."""
+
+
+RANK_PRIOR = (0.85, 0.06, 0.03, 0.02)
+"""Chance that the target picks the child of each rank, before anything was learnt (docs/LOG.md)."""
+
+RANK_PRIOR_WEIGHT = 20
+RANK_DECAY = 0.99
+
+
+class RankChances:
+    """How often the target picks the child of each rank, where children are ranked by the perturbed score.
+
+    Learnt from every expanded node that was committed. Under sampling q itself says little: the noise that decides is
+    known and already in the ranking, and what remains open is how far the two models' scores differ, which is a
+    property of the pair and the temperature. So the rank is the estimate, the same for all nodes.
+
+    Args:
+        num_ranks: children of a node.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        last = len(RANK_PRIOR) - 1
+        self._picked = [RANK_PRIOR_WEIGHT * RANK_PRIOR[min(rank, last)] for rank in range(num_ranks)]
+        self._seen = float(RANK_PRIOR_WEIGHT)
+
+    def learn(self, rank: int | None) -> None:
+        """The target picked the child of this rank, or none of the children."""
+        self._seen = self._seen * RANK_DECAY + 1
+        self._picked = [n * RANK_DECAY + (i == rank) for i, n in enumerate(self._picked)]
+
+    def log_chances(self) -> list[float]:
+        """[num_ranks], none below `MIN_CHANCE`: a rank that is not published is never seen to be right."""
+        return [math.log(max(n / self._seen, MIN_CHANCE)) for n in self._picked]
 
 
 @dataclass(slots=True)
@@ -38,7 +71,7 @@ class _Sequence:
     tree: DraftTree
     cache: KVCache | None  # opened with the first step
     sampler: Sampler
-    scale: float  # the temperature; 1 when greedy
+    ranks: RankChances | None  # None when greedy
 
     def unread(self) -> list[int]:
         """Committed tokens that have no KV yet, in order."""
@@ -63,13 +96,14 @@ class ModelDrafter:
         self._vocab_size = vocab_size
         self._num_children = num_children
         self._sequences: dict[int, _Sequence] = {}
+        self._ranks: dict[float, RankChances] = {}
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Opens a sequence; its text is read, and memory taken, with the first step."""
         tree = DraftTree(request.prompt_ids, output_ids, self._runner.num_scratch)
         sampler = Sampler(request.params, request.prompt_ids)
         sampler.commit(output_ids)
-        self._sequences[request.request_id] = _Sequence(tree, None, sampler, request.params.temperature or 1.0)
+        self._sequences[request.request_id] = _Sequence(tree, None, sampler, self._ranks_at(request.params.temperature))
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
@@ -80,6 +114,9 @@ class ModelDrafter:
         if sequence.cache is not None:
             sequence.cache.keep(applied.slots)
         sequence.sampler.commit(applied.token_ids)
+        if sequence.ranks is not None:
+            for rank in applied.ranks:
+                sequence.ranks.learn(rank)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """One forward pass per request; a proposal without nodes when its tree cannot grow."""
@@ -123,20 +160,24 @@ class ModelDrafter:
         cache.keep(slots)
         return logits[-1:]
 
+    def _ranks_at(self, temperature: float) -> RankChances | None:
+        if temperature == 0:
+            return None
+        return self._ranks.setdefault(round(temperature, 1), RankChances(self._num_children))
+
     @torch.inference_mode()
     def _expand(self, sequence: _Sequence, nodes: list[int], logits: Tensor) -> None:
-        """Publishes the children that the target would choose were it the draft, noise included; best first.
-
-        Their chances are a static estimate: log q when greedy; when sampling, log-softmax of the perturbed score times
-        T. The target's scores differ from these by the difference of the two models' logits over T; were that Gumbel
-        noise of scale 1 / T, its choice would be a draw from exactly this distribution. So a child that leads by much
-        is nearly sure and one that leads by little is doubtful, which one chance per rank cannot say.
-        """
+        """Publishes the likeliest children: by log q when greedy, by the perturbed score when sampling."""
         tree = sequence.tree
         paths = [[tree.tokens[n] for n in tree.path(node)] for node in nodes]
-        scores = sequence.sampler.scores(logits[:, : self._vocab_size].float(), paths) * sequence.scale
+        scores = sequence.sampler.scores(logits[:, : self._vocab_size].float(), paths)
         top = scores.topk(self._num_children, dim=-1)
-        chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
+        if sequence.ranks is not None:
+            learnt = torch.tensor(sequence.ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
+            chances = learnt.where(top.values > -math.inf, -math.inf)
+        else:
+            chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
+        floor = math.log(MIN_CHANCE)
         for node, token_ids, logs in zip(nodes, top.indices.tolist(), chances.tolist(), strict=True):
-            keep = sum(log >= MIN_SCORE for log in logs) or 1
+            keep = sum(log >= floor for log in logs) or 1
             tree.expand(node, token_ids[:keep], logs[:keep])

@@ -22,10 +22,12 @@ class Applied(NamedTuple):
     Attributes:
         token_ids: tokens that are new.
         slots: KV slots of those that had been forwarded, in order.
+        ranks: for each expanded node that was committed, the rank of the child that came true; None when none did.
     """
 
     token_ids: Sequence[int] = ()
     slots: Sequence[int] = ()
+    ranks: Sequence[int | None] = ()
 
 
 class DraftTree:
@@ -68,9 +70,11 @@ class DraftTree:
         known = len(self.output_ids)
         if not start <= known < start + len(token_ids):
             return Applied()  # nothing new, or an earlier correction was lost: the next one repeats it
-        new, slots = token_ids[known - start :], list[int]()
+        new, slots, ranks = token_ids[known - start :], list[int](), list[int | None]()
         node: int | None = self.root
         for token in new:
+            if node is not None and (children := self.children[node]):
+                ranks.append(list(children).index(token) if token in children else None)
             node = self.children[node].get(token) if node is not None else None
             if node is not None and (slot := self.slots[node]) is not None:
                 slots.append(slot)
@@ -81,7 +85,7 @@ class DraftTree:
             self._start_epoch()
         else:
             self._re_root(node)
-        return Applied(new, slots)
+        return Applied(new, slots, ranks)
 
     def choose(self, width: int) -> list[int]:
         """The likeliest open nodes, at most `width`; the root alone while it is open."""
