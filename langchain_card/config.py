@@ -19,7 +19,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 NGRAM = "ngram"
 
 
-_MAY_BE_NONE = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
+_MAY_BE_ZERO = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
-            low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_NONE else 1
+            low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_ZERO else 1
             check_range(field_.name, getattr(self, field_.name), low, 2**31)
 
 

@@ -60,7 +60,7 @@ class Target(Protocol):
         """The target's own token after every row of every window.
 
         Raises:
-            MemoryError, torch.OutOfMemoryError: not enough memory; the sequences are as they were.
+            MemoryError, torch.OutOfMemoryError: not enough memory; the same sequences may be verified again.
         """
 
     def end(self, request_id: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,17 @@ def tiny_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str,
         target = tiny.make_target(arch, folder / "target")
         pairs[arch] = target, tiny.make_draft(target, folder / "draft", noise=0.02)
     return pairs
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints a figure past the capture, so that every run of the tests shows it."""
+
+    def print_now(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n{text}", flush=True)
+
+    return print_now
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -110,6 +110,17 @@ def test_a_dead_drafter_ends_the_wait_at_once() -> None:
     assert isinstance(effects[0], m.Grow) and isinstance(effects[1], m.Wait)
     core.handle(m.WorkerDied("toy", 1.1))
     assert isinstance(core.handle(m.TargetReady(1.2))[0], m.Verify)
+
+
+def test_nobody_waits_for_a_drafter_that_has_nothing_to_say() -> None:
+    """Under `parallel`, with leave for more steps: its text is longer than its context, say."""
+    core = Coordinator([Source("toy", True)], Limits(), FixedPolicy((1, 1, 1)))
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="parallel"), ()), 0.0))
+    run_round(core, [5], 0.0)
+    assert core.handle(m.TargetReady(0.1)) == [m.Wait(1.1)]
+    propose(core, [], 0, 1)
+    assert core.scheduler.running[0].sources["toy"].credits == 2
+    assert isinstance(core.handle(m.TargetReady(0.2))[-1], m.Verify)
 
 
 def test_waiting_requests_are_forgotten_when_stopped() -> None:
@@ -229,7 +240,7 @@ def test_malformed_proposals_change_nothing() -> None:
     assert core.scheduler.running[0].tree.lead() == 1
 
 
-def test_a_full_round_is_a_matter_of_a_millisecond() -> None:
+def test_a_full_round_is_a_matter_of_a_millisecond(say: Callable[[str], None]) -> None:
     """Eight proposals of 32 nodes, a walk, a re-rooting, a query of 64 of 640 nodes; the median is printed."""
     limits = Limits(max_window=64, max_tree_nodes=1024)
     times = []
@@ -244,13 +255,13 @@ def test_a_full_round_is_a_matter_of_a_millisecond() -> None:
         state = core.scheduler.running[0]
         assert state.window is not None and len(state.window.token_ids) == 64
         assert len(state.output_ids) > 10 and state.stats.hits == 1
-    print(f"one round of the core: median {1e3 * statistics.median(times):.2f} ms")
+    say(f"one round of the core: median {1e3 * statistics.median(times):.2f} ms")
     assert statistics.median(times) < 0.003, "the goal is 1 ms on a quiet core; this catches what is far off"
 
 
 def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]:
     """A core with 384 nodes in its tree and a window in flight, 256 more on their way, and the verdict."""
-    core = Coordinator([Source("toy", True)], limits, FixedPolicy())  # type: ignore[arg-type]
+    core = Coordinator([Source("toy", True)], limits, FixedPolicy())
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=900, schedule="parallel")), 0.0))
     run_round(core, [5], 0.0)
     incarnation = core.scheduler.running[0].sources["toy"].incarnation

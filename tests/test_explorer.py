@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -28,15 +29,15 @@ def pool() -> ProcessPoolExecutor:
 
 
 @pytest.mark.timeout(7200 if LONG else 900)
-def test_explore_every_interleaving() -> None:
+def test_explore_every_interleaving(say: Callable[[str], None]) -> None:
     worlds = scopes.EXHAUSTIVE + (scopes.LONG if LONG else [])
     states = transitions = 0
     with pool() as workers:
         for scope, seen in zip(worlds, workers.map(exhaust, worlds), strict=True):
             assert seen.complete and seen.ends
             states, transitions = states + seen.states, transitions + seen.transitions
-            print(f"{scope.name}: {seen.states:,} states, {seen.transitions:,} transitions, {seen.ends} ends")
-    print(f"{states:,} distinct states, {transitions:,} transitions, no violation, an end reachable from all")
+            say(f"{scope.name}: {seen.states:,} states, {seen.transitions:,} transitions, {seen.ends} ends")
+    say(f"{states:,} distinct states, {transitions:,} transitions, no violation, an end reachable from all")
     assert states >= STATES
 
 
@@ -55,14 +56,14 @@ def random_run(seed: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.timeout(7200 if LONG else 900)
-def test_explore_random_schedules_with_faults() -> None:
+def test_explore_random_schedules_with_faults(say: Callable[[str], None]) -> None:
     tokens = errors = aborted = runs = 0
     with pool() as workers:
         while tokens < TOKENS:
             for found in workers.map(random_run, range(runs, runs + 400), chunksize=20):
                 tokens, errors, aborted = tokens + found[0], errors + found[1], aborted + found[2]
             runs += 400
-    print(f"{tokens:,} tokens in {runs:,} runs, none wrong; {aborted} requests aborted, {errors} failed")
+    say(f"{tokens:,} tokens in {runs:,} runs, none wrong; {aborted} requests aborted, {errors} failed")
     assert aborted and not errors
 
 

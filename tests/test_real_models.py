@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def noisy_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def check_equal(engine: Engine, texts: list[str], max_tokens: int) -> tuple[int, int, int]:
+def check_equal(engine: Engine, texts: list[str], max_tokens: int, say: Callable[[str], None]) -> tuple[int, int, int]:
     """Asserts equality under all schedules; tokens compared, accepted and verified candidates."""
     compared = accepted = verified = 0
     for number, text in enumerate(texts):
@@ -70,12 +70,13 @@ def check_equal(engine: Engine, texts: list[str], max_tokens: int) -> tuple[int,
             compared += len(wanted)
             accepted += answers[name].stats.accepted
             verified += answers[name].stats.verified
-    print(f"{compared} tokens compared, 0 different; {accepted} of {verified} candidates accepted")
+        share = f"{accepted} of {verified} candidates accepted"
+        say(f"prompt {number + 1} of {len(texts)}: {compared} tokens compared, 0 different; {share}")
     return compared, accepted, verified
 
 
-def test_smollm2_and_a_draft_that_matches_in_part(noisy_pair: Engine) -> None:
-    compared, accepted, verified = check_equal(noisy_pair, prompts.load(PROMPTS, 3), 48)
+def test_smollm2_and_a_draft_that_matches_in_part(noisy_pair: Engine, say: Callable[[str], None]) -> None:
+    compared, accepted, verified = check_equal(noisy_pair, prompts.load(PROMPTS, 3), 48, say)
     assert compared > 100 and 0.05 * verified < accepted < 0.98 * verified, "the draft must match in part"
 
 
@@ -90,7 +91,7 @@ class Calls(BaseCallbackHandler):
 
 
 @pytest.mark.timeout(600)
-def test_ten_streamed_answers(noisy_pair: Engine) -> None:
+def test_ten_streamed_answers(noisy_pair: Engine, say: Callable[[str], None]) -> None:
     """Tokens come round by round, the first of them early, and make up the text that `invoke` gives."""
     draft = str(noisy_pair.config.draft_model)
     firsts, rounds, tokens = [], 0, 0
@@ -104,36 +105,38 @@ def test_ten_streamed_answers(noisy_pair: Engine) -> None:
             assert "".join(str(chunk.content) for chunk in chunks) == chat.invoke(text).content
             firsts.append((calls.times[0] - started) / total)
             rounds, tokens = rounds + card["rounds"], tokens + chunks[-1].usage_metadata["output_tokens"]
-    print(f"{tokens} tokens in {rounds} rounds; first call after {statistics.median(firsts):.2f} of the time")
+    say(f"{tokens} tokens in {rounds} rounds; first call after {statistics.median(firsts):.2f} of the time")
     assert tokens > 800 and rounds < 0.8 * tokens
     assert statistics.median(firsts) < 0.3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_smollm2_twenty_prompts(noisy_pair: Engine) -> None:
-    check_equal(noisy_pair, prompts.load(PROMPTS, 20), 128)
+def test_smollm2_twenty_prompts(noisy_pair: Engine, say: Callable[[str], None]) -> None:
+    check_equal(noisy_pair, prompts.load(PROMPTS, 20), 128, say)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_built_in_pair_ten_prompts() -> None:
+def test_the_built_in_pair_ten_prompts(say: Callable[[str], None]) -> None:
     with Engine() as engine:
-        check_equal(engine, prompts.load(PROMPTS, 10), 128)
+        check_equal(engine, prompts.load(PROMPTS, 10), 128, say)
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
-        print(f"resident memory {rss:.2f} GiB")
+        say(f"resident memory {rss:.2f} GiB")
         assert rss < 6.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("model", "agreement", "loss"), FLOORS)
-def test_int8_keeps_the_quality_of_float32(model: str, agreement: float, loss: float) -> None:
+def test_int8_keeps_the_quality_of_float32(
+    model: str, agreement: float, loss: float, say: Callable[[str], None]
+) -> None:
     """Floors under what was measured (docs/LOG.md), teacher-forced on forty question and answer rows."""
     sets = {PROMPTS.stem: quality.texts(PROMPTS, 40)} if "CARD_PROMPTS" in os.environ else {"own": own_rows()}
     for name, seen in quality.measure(model, sets).items():
         in_float, in_int8 = seen.perplexities
-        print(f"{model} {name}: {seen.tokens} tokens, agreement {seen.agreement:.4f}, {in_float:.4f} -> {in_int8:.4f}")
+        say(f"{model} {name}: {seen.tokens} tokens, agreement {seen.agreement:.4f}, {in_float:.4f} -> {in_int8:.4f}")
         assert seen.agreement >= agreement
         assert in_int8 / in_float - 1 <= loss
 

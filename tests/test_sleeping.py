@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def wall_clock(model: ToyModel, ratio: int, draft_ms: int, schedule: str, tokens
 
 
 @pytest.mark.parametrize(("ratio", "draft_ms"), CELLS)
-def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: int) -> None:
+def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: int, say: Callable[[str], None]) -> None:
     """`parallel` on real threads reaches nine tenths of what no overhead at all would give, and beats `sequential`."""
     model, shares, speedups = ToyModel(200, top=0.8, sibling=0.7), [], []
     goal = virtual(model, ratio, draft_ms, "parallel", 80).tokens_per_second
@@ -53,7 +54,7 @@ def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: i
         speedups.append(parallel / wall_clock(model, ratio, draft_ms, "sequential", 80).tokens_per_second)
         if max(shares) >= 0.9 and max(speedups) > 1:
             break
-    print(
+    say(
         f"target {ratio * draft_ms} ms, draft {draft_ms} ms: {max(shares):.2f} of the virtual clock's {goal:.0f} "
         f"tokens/s; {max(speedups):.2f} times sequential ({theory:.2f} in theory)"
     )
@@ -62,7 +63,7 @@ def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: i
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 8])
-def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int) -> None:
+def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int, say: Callable[[str], None]) -> None:
     """A draft that is always right adds eight tenths of the ratio to its lead while the target takes a step.
 
     As long as there is room: it is sure, so that it draws one path only, and the first five rounds count.
@@ -79,11 +80,11 @@ def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int) -> None:
         query.window = window  # type: ignore[method-assign]
         engine.submit(PROMPT, max_tokens=60, schedule="parallel").result()
     grown = [after - before for before, after in itertools.pairwise(seen[:6])]
-    print(f"layers grown in each step of the target, ratio {ratio}: {grown}")
+    say(f"layers grown in each step of the target, ratio {ratio}: {grown}")
     assert statistics.mean(grown) >= 0.8 * ratio
 
 
-def test_sleeping_draft_that_stalls_holds_nobody_up() -> None:
+def test_sleeping_draft_that_stalls_holds_nobody_up(say: Callable[[str], None]) -> None:
     """Five seconds in one draft step: rounds go on, none later than its wait deadline."""
     model, t_target, t_draft = ToyModel(200, top=0.8), 0.04, 0.005
     with SleepingEngine(model, lambda rows: t_target, lambda rows: t_draft, LIMITS) as engine:
@@ -96,7 +97,7 @@ def test_sleeping_draft_that_stalls_holds_nobody_up() -> None:
         gaps = [later - earlier for earlier, later in itertools.pairwise(times) if later > stalled_at]
         patience = engine.driver.coordinator.policy.patience("parallel")
     assert tuple(piece.token_id for piece in generation._taken) == model.answer(PROMPT, 110)
-    print(f"longest gap between tokens while the draft stalls: {1e3 * max(gaps):.0f} ms; patience {1e3 * patience:.0f}")
+    say(f"longest gap between tokens while the draft stalls: {1e3 * max(gaps):.0f} ms; patience {1e3 * patience:.0f}")
     assert times[-1] - stalled_at < 5.0, "the answer was finished while the draft stalled"
     assert max(gaps) < t_target + patience + 0.1
 

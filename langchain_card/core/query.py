@@ -1,8 +1,8 @@
 """The query: what a round verifies, and for which draft steps it waits.
 
 After a miss the cache is empty. The target may then wait for the draft, but only for a bounded time and only where
-that pays; an empty window is plain decoding. (CARD's authors do not wait: with a fast draft that loses to sequential
-decoding. Derived and simulated for this project; docs/LOG.md.)
+that pays; an empty window is plain decoding. (CARD's authors do not wait. A target much slower than its draft then
+spends a whole step on one token, where a few draft steps would have filled the window.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Query:
     def draft_first(self, state: RequestState, now: float) -> list[m.Effect]:
         """Grants draft steps that pay, and sets `wait_until` when the round shall wait for its draft."""
         paced = [name for name in state.sources if self.sources[name].paced]
-        waiting = any(state.sources[name].credits for name in paced)
+        waiting = any(state.sources[name].credits and not state.sources[name].exhausted for name in paced)
         if not state.output_ids:
             return []  # the first token never waits
         if state.schedule == "parallel":

@@ -59,8 +59,8 @@ class SamplingParams:
     banned_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
-    def check(self, limits: Limits) -> None:
-        """Raises `InvalidInputError` for the first field that breaks its bound."""
+    def check(self, limits: Limits, vocab_size: int = 2**31) -> None:
+        """Raises `InvalidInputError` for the first field that breaks its bound; token ids are below `vocab_size`."""
         check_range("max_tokens", self.max_tokens, 1, limits.max_output_tokens)
         check_range("temperature", self.temperature, 0.0, 10.0, "0 decodes greedily")
         check_range("seed", self.seed, 0, 2**63 - 1)
@@ -72,19 +72,19 @@ class SamplingParams:
                 raise InvalidInputError(
                     "stop", text, f"each must be a string of 1 to {limits.max_stop_chars} characters"
                 )
-        self._check_processors(limits)
+        self._check_processors(limits, vocab_size)
 
-    def _check_processors(self, limits: Limits) -> None:
+    def _check_processors(self, limits: Limits, vocab_size: int) -> None:
         check_range("top_k", self.top_k, 0, 2**31 - 1, "0 turns it off")
         check_range("top_p", self.top_p, 0.0, 1.0, "1 turns it off")
         check_range("min_p", self.min_p, 0.0, 1.0, "0 turns it off")
         check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "1 turns it off")
         check_range("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 turns it off")
         check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 turns it off")
-        check_ids("logit_bias", [token for token, _ in self.logit_bias], limits.max_logit_bias)
+        check_ids("logit_bias", [token for token, _ in self.logit_bias], limits.max_logit_bias, vocab_size)
         for token, bias in self.logit_bias:
             check_range(f"logit_bias[{token}]", bias, -100.0, 100.0, "-100 all but bans a token")
-        check_ids("banned_ids", self.banned_ids, limits.max_banned_ids)
+        check_ids("banned_ids", self.banned_ids, limits.max_banned_ids, vocab_size)
         if self.logprobs is not None:
             check_range("logprobs", self.logprobs, 0, limits.max_logprobs, "None turns them off")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from langchain_card.config import EngineConfig, check_ids
+from langchain_card.config import EngineConfig
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.messages import Draining, Event, Paused, Stopped
@@ -129,9 +129,7 @@ class Engine:
         """
         params = params or SamplingParams()
         limits = self.config.limits
-        params.check(limits)
-        check_ids("logit_bias", [token for token, _ in params.logit_bias], limits.max_logit_bias, self._pair.vocab_size)
-        check_ids("banned_ids", params.banned_ids, limits.max_banned_ids, self._pair.vocab_size)
+        params.check(limits, self._pair.vocab_size)
         params = self._fit(prompt_ids, params)
         request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
         generation = Generation(

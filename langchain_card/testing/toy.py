@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from langchain_card.config import Schedule
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
 from langchain_card.core.request import Request
 from langchain_card.drafters.tree import DraftTree
@@ -201,34 +202,34 @@ class FixedPolicy:
     def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0) -> None:
         self._widths, self._patience = widths, patience
 
-    def schedule(self, asked: str, *, has_drafters: bool) -> str:
+    def schedule(self, asked: Schedule, *, has_drafters: bool) -> Schedule:
         """The asked one."""
         return asked if has_drafters else "plain"
 
-    def widths(self, schedule: str, *, hit: bool) -> tuple[int, ...]:
+    def widths(self, schedule: Schedule, *, hit: bool) -> tuple[int, ...]:
         """The fixed ones."""
         return self._widths if schedule == "parallel" else ()
 
-    def draft_pays(self, schedule: str, chance: float) -> bool:
+    def draft_pays(self, schedule: Schedule, chance: float) -> bool:
         """Always."""
         return True
 
-    def window(self, schedule: str, chances: Sequence[float]) -> int:
+    def window(self, schedule: Schedule, chances: Sequence[float]) -> int:
         """All of them."""
         return len(chances)
 
-    def patience(self, schedule: str) -> float:
+    def patience(self, schedule: Schedule) -> float:
         """The fixed one."""
         return self._patience
 
-    def saw_round(self, schedule: str, tokens: int, elapsed: float) -> None:
+    def saw_round(self, schedule: Schedule, tokens: int, elapsed: float) -> None:
         """Ignored."""
 
-    def saw_target_step(self, schedule: str, rows: int, elapsed: float) -> None:
+    def saw_target_step(self, schedule: Schedule, rows: int, elapsed: float) -> None:
         """Ignored."""
 
-    def saw_draft_step(self, schedule: str, elapsed: float) -> None:
+    def saw_draft_step(self, schedule: Schedule, elapsed: float) -> None:
         """Ignored."""
 
-    def saw_token(self, schedule: str, *, hit: bool) -> None:
+    def saw_token(self, schedule: Schedule, *, hit: bool) -> None:
         """Ignored."""

@@ -72,7 +72,7 @@ class World:
         names = [f"draft{i}" for i in range(1, scope.drafters + 1)]
         self.numbers = {name: i for i, name in enumerate(names, 1)}
         sources = [Source(name, paced=True) for name in names]
-        self.core = Coordinator(sources, scope.limits, FixedPolicy(scope.widths))  # type: ignore[arg-type]
+        self.core = Coordinator(sources, scope.limits, FixedPolicy(scope.widths))
         self.target: ToyTarget | None = ToyTarget(self.model)
         self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
         self.windows: tuple[m.Window, ...] | None = None
