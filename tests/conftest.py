@@ -11,8 +11,21 @@ import tiny
 
 from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
+from langchain_card.runtime.store import default_cache
 
 SMALL = "smollm2-135m"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Downloaded models come from the user's cache and stay there; what tests convert goes with their folder."""
+    cache, home = default_cache(), tmp_path_factory.mktemp("home")
+    for name in ("models", "locks"):
+        (cache / name).mkdir(parents=True, exist_ok=True)
+        (home / name).symlink_to(cache / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LANGCHAIN_CARD_HOME", str(home))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ EXHAUSTIVE = [
     Scope("two requests", requests=2, max_tokens=3, limits=SMALL),
     Scope("two drafters", drafters=2, limits=SMALL),
     Scope("a draft dies and comes back", max_tokens=4, faults={"kill": 2}, limits=WIDE),
+    Scope("a draft dies between two steps", max_tokens=4, widths=(1, 1), faults={"kill": 1}, limits=WIDE),
     Scope("the target dies and comes back", max_tokens=4, faults={"kill target": 2}, limits=SMALL),
     Scope("a consumer leaves", requests=2, max_tokens=2, faults={"abort": 1}, limits=SMALL),
     Scope("a slow consumer", requests=2, max_tokens=2, faults={"pause": 1}, limits=SMALL),
@@ -46,6 +47,11 @@ LONG = [
     Scope("all at once", max_tokens=4, faults={"kill": 1, "kill target": 1, "lose": 1, "abort": 1}, limits=SMALL),
     Scope("two requests, messages lost", requests=2, max_tokens=2, faults={"lose": 1, "repeat": 1}, limits=SMALL),
 ]
+
+
+def named(name: str) -> Scope:
+    """The exhaustive world of this name."""
+    return next(scope for scope in EXHAUSTIVE if scope.name == name)
 
 
 def long_text(seed: int, *, schedule: str = "parallel") -> Scope:

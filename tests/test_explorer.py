@@ -86,7 +86,7 @@ def test_explorer_names_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         Violation, match=r"not the target's \(scope 'draining', seed 3\); replay with actions = \["
     ) as seen:
-        run(scopes.EXHAUSTIVE[-1], RandomChooser(3), seed=3)
+        run(scopes.named("draining"), RandomChooser(3), seed=3)
     with pytest.raises(AssertionError, match="not the target's"):
         replay(seen.value.scope, seen.value.actions)
 
@@ -94,7 +94,7 @@ def test_explorer_names_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explorer_sees_a_state_from_which_no_end_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("langchain_card.core.workers.Workers.started", lambda self, worker: False)
     with pytest.raises(Violation, match="no end can be reached"):
-        exhaust(scopes.EXHAUSTIVE[3])
+        exhaust(scopes.named("the target dies and comes back"))
 
 
 def test_invariant_a_copied_world_goes_its_own_way() -> None:

@@ -27,7 +27,7 @@ def caught(reason: str, world: str = "", faults: tuple[str, ...] | None = None) 
     """The exploration of this world, or else one of many random runs with these faults, breaks with this reason."""
     with pytest.raises(Violation, match=reason):
         if world:
-            exhaust(next(scope for scope in scopes.EXHAUSTIVE if scope.name == world))
+            exhaust(scopes.named(world))
         for seed in range(0 if world else 200):
             scope = scopes.long_text(seed)
             if faults is not None:
@@ -59,7 +59,7 @@ def test_planted_no_incarnation_fence(monkeypatch: Patch) -> None:
     """Proposals of a drafter that died meet the numbering of its successor."""
     old, new = "proposal.incarnation != self.incarnation or ", ""
     monkeypatch.setattr(SourceState, "_admits", replaced(SourceState._admits, old, new, sources))
-    caught("wrong prefix|list index")
+    caught("wrong prefix|list index", "a draft dies between two steps")
 
 
 def test_planted_stale_verdict_accepted(monkeypatch: Patch) -> None:

@@ -82,9 +82,9 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
 
     trees = []
     for request_id, tree in draft.drafter.trees.items():
-        begun = draft.begun[request_id]
+        begun, leave = draft.worker.begun[request_id], draft.worker.leave[request_id]
         shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), len(tree.output_ids))
-        trees.append((request_id, against(request_id, begun.incarnation, tree.epoch), shape, draft.leave[request_id]))
+        trees.append((request_id, against(request_id, begun.incarnation, tree.epoch), shape, leave))
     outbox = [
         (p.request_id, relative, p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded)
         for p in draft.outbox

@@ -35,9 +35,9 @@ def check(world: World) -> None:
     held = set(world.target.held) if world.target is not None else set()
     assert held <= set(core.scheduler.running), "an ended request holds KV"
     for draft in world.drafts.values():
-        assert draft.inbox or set(draft.begun) <= set(scheduler.running), "an ended request holds a draft's KV"
+        assert draft.inbox or set(draft.worker.begun) <= set(scheduler.running), "an ended request holds a draft's KV"
     if len(world.finished) == world.scope.requests and world.ended:
-        assert not any(draft.drafter.trees or draft.begun for draft in world.drafts.values()), "a draft holds KV"
+        assert not any(draft.drafter.trees or draft.worker.begun for draft in world.drafts.values()), "a draft holds KV"
 
 
 def _check_tree(world: World, state: RequestState) -> None:

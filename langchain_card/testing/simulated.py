@@ -35,10 +35,9 @@ class SimulatedDraft:
         """Does everything that begins before `now`."""
         while True:
             while self.commands and self.commands[0][0] <= self.time:
-                self.draft.handle(self.commands.pop(0)[1])
-            request_id = next((i for i, widths in self.draft.leave.items() if widths), None)
-            if request_id is not None and self.time <= now:
-                self.draft.step(request_id)
+                self.draft.worker.handle(self.commands.pop(0)[1])
+            if self.draft.may_step and self.time <= now:
+                self.draft.worker.step()
                 proposal = self.draft.outbox.pop()
                 self.time += proposal.elapsed
                 self.published.append((self.time, proposal))

@@ -148,6 +148,7 @@ class ToyDrafter:
         self.name, self.paced = name, paced
         self._model, self._number, self._num_slots, self.step_time = model, number, num_slots, step_time
         self.trees: dict[int, DraftTree] = {}
+        self.out_of_memory = False
 
     def copy(self) -> ToyDrafter:
         """An independent copy."""
@@ -166,7 +167,13 @@ class ToyDrafter:
             tree.apply(start, token_ids)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        """Expands the likeliest open nodes."""
+        """Expands the likeliest open nodes.
+
+        Raises:
+            MemoryError: `out_of_memory` was set.
+        """
+        if self.out_of_memory:
+            raise MemoryError
         return [self._step(budget) for budget in budgets if budget.request_id in self.trees]
 
     def end(self, request_id: int) -> None:

@@ -125,9 +125,8 @@ class World:
         for name, draft in self.drafts.items():
             if draft.inbox:
                 yield ("command", name)
-            for request_id, widths in draft.leave.items():
-                if widths:
-                    yield ("step", name, request_id)
+            if draft.may_step:
+                yield ("step", name)
             if draft.outbox:
                 yield ("proposal", name)
         for worker in self.restarts:
@@ -148,7 +147,7 @@ class World:
         for name, draft in self.drafts.items():
             if "kill" in left and draft.alive:
                 yield ("kill", name)
-            if "out of memory" in left and any(draft.leave.values()):
+            if "out of memory" in left and draft.may_step:
                 yield ("out of memory", name)
             if draft.inbox and isinstance(draft.inbox[0], m.Correct | m.Grow):
                 yield from ((fault, "command", name) for fault in ("lose", "repeat") if fault in left)
@@ -232,10 +231,10 @@ class World:
         self.tell(m.Verified(self.late.pop(0), 0.0))
 
     def _command(self, name: str) -> None:
-        self.drafts[name].handle(self.drafts[name].inbox.pop(0))
+        self.drafts[name].worker.handle(self.drafts[name].inbox.pop(0))
 
-    def _step(self, name: str, request_id: int) -> None:
-        self.drafts[name].step(request_id)
+    def _step(self, name: str) -> None:
+        self.drafts[name].worker.step()
 
     def _proposal(self, name: str) -> None:
         self.tell(m.Proposed(self.drafts[name].outbox.pop(0), 0.0))
@@ -269,10 +268,7 @@ class World:
         self.tell(m.WorkerDied(m.TARGET, 0.0))
 
     def _out_of_memory(self, name: str) -> None:
-        draft = self.drafts[name]
-        request_ids = tuple(request_id for request_id, widths in draft.leave.items() if widths)
-        draft.leave = dict.fromkeys(draft.leave, ())
-        self.tell(m.OutOfMemory(name, request_ids, 0.0))
+        self.tell(m.OutOfMemory(name, self.drafts[name].run_out_of_memory(), 0.0))
 
     def _target_out_of_memory(self) -> None:
         assert self.target is not None and self.windows is not None
