@@ -36,11 +36,12 @@ class Limits:
         max_queue: requests waiting at once.
         max_num_seqs: requests decoded at once.
         max_window: rows of one verification, the last committed token included.
-        max_lead: candidate depth at which a drafter pauses.
+        max_lead: candidate depth at which a drafter is given no more steps; those under way then may add as much again.
         max_draft_width: candidates that one step of a draft on its own device expands at most.
         max_tree_nodes: candidates per request; dead ones are swept out beyond it, more than twice as many refused.
         max_unread: tokens that may wait for a slow consumer before its request is paused.
-        max_failures: target steps in a row that may fail with one request before it fails.
+        max_failures: target steps in a row that may fail with one request before it fails, alone when `max_deaths` is
+            not less.
         max_deaths: deaths of one worker within `deaths_seconds` before it is given up.
         deaths_seconds: see `max_deaths`.
         restart_seconds: pause before a worker that died starts again; doubles with every further death.

@@ -76,6 +76,9 @@ class Worker(Protocol):
     def handle(self, command: DraftCommand) -> None:
         """Applies one command."""
 
+    def carry_out(self, command: DraftCommand) -> None:
+        """Applies one command and takes all steps that its request has leave for, no other's."""
+
     def step(self) -> bool:
         """One step for every request that has leave; False when none has."""
 
@@ -84,7 +87,10 @@ class Worker(Protocol):
 
 
 class Transport(Protocol):
-    """Carries commands to a drafter's worker and proposals back. At most once is enough: corrections are cumulative."""
+    """Carries commands to a drafter's worker and proposals back, in order.
+
+    A `Correct`, `Grow` or proposal may be lost or come twice; `Begin` and `End` must arrive.
+    """
 
     def send(self, command: DraftCommand) -> None:
         """Hands a command over; where nothing is to overlap, the steps that it grants are taken before this returns."""

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from langchain_card.config import Limits
 from langchain_card.testing import FixedPolicy, Scope
 
 SMALL = Limits(max_num_seqs=2, max_window=3, max_lead=2, max_tree_nodes=3, max_queue=2)
 POLICY = FixedPolicy()
+PATIENT = replace(SMALL, max_failures=9)
 WIDE = Limits(max_num_seqs=2, max_window=4, max_lead=3, max_tree_nodes=5, max_queue=2)
 
 EXHAUSTIVE = [
     Scope("two requests", requests=2, max_tokens=3, limits=SMALL),
     Scope("two drafters", drafters=2, limits=SMALL),
     Scope("a draft dies and comes back", max_tokens=4, faults={"kill": 2}, limits=WIDE),
-    Scope("a draft dies between two steps", max_tokens=4, widths=(1, 1), faults={"kill": 1}, limits=WIDE),
-    Scope("the target dies and comes back", max_tokens=4, faults={"kill target": 2}, limits=SMALL),
+    Scope("a draft dies between two steps", max_tokens=4, top=0.9, widths=(1, 1), faults={"kill": 1}, limits=WIDE),
+    Scope("the target dies and comes back", max_tokens=4, faults={"kill target": 2}, limits=PATIENT),
+    Scope("end of text", requests=2, max_tokens=3, eos=0, unpaced=True, limits=SMALL),
+    Scope("a stop string", max_tokens=4, faults={"stop": 1, "kill": 1}, limits=SMALL),
     Scope("a consumer leaves", requests=2, max_tokens=2, faults={"abort": 1}, limits=SMALL),
     Scope("a slow consumer", requests=2, max_tokens=2, faults={"pause": 1}, limits=SMALL),
     Scope(
-        "out of memory", requests=2, max_tokens=2, faults={"target out of memory": 2, "out of memory": 1}, limits=SMALL
+        "out of memory",
+        requests=2,
+        max_tokens=2,
+        faults={"target out of memory": 2, "out of memory": 1},
+        may_fail=True,
+        limits=SMALL,
     ),
     Scope("lost and repeated messages", max_tokens=4, faults={"lose": 1, "repeat": 1}, limits=SMALL),
     Scope("one after the other", max_tokens=5, schedule="sequential", faults={"kill": 1, "lose": 1}, limits=WIDE),
@@ -35,15 +45,17 @@ EXHAUSTIVE = [
         requests=2,
         max_tokens=2,
         faults={"kill": 2, "kill target": 2},
+        may_fail=True,
         limits=Limits(max_num_seqs=1, max_window=2, max_lead=1, max_tree_nodes=2, max_queue=2, max_deaths=1),
     ),
-    Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, limits=SMALL),
+    Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, may_fail=True, limits=SMALL),
 ]
 
 LONG = [
+    *(replace(scope, name=f"{scope.name}, another text", seed=1) for scope in EXHAUSTIVE),
     Scope("two requests, longer", requests=2, max_tokens=4, limits=SMALL),
     Scope("two drafters, one dies", drafters=2, max_tokens=3, faults={"kill": 1}, limits=SMALL),
-    Scope("two requests, the target dies", requests=2, max_tokens=3, faults={"kill target": 1}, limits=SMALL),
+    Scope("two requests, the target dies", requests=2, max_tokens=3, faults={"kill target": 1}, limits=PATIENT),
     Scope("all at once", max_tokens=4, faults={"kill": 1, "kill target": 1, "lose": 1, "abort": 1}, limits=SMALL),
     Scope("two requests, messages lost", requests=2, max_tokens=2, faults={"lose": 1, "repeat": 1}, limits=SMALL),
 ]

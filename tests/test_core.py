@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
+from rounds import coordinator, propose, run_round
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
@@ -45,25 +45,6 @@ def test_tree_re_roots_and_keeps_what_survives() -> None:
     new = tree.sweep()
     assert set(new) == {0, a, tree_root_before := max(new)} and tree.root == new[tree_root_before]
     assert [tree.tokens[n] for n in tree.path] == [0, 1, 77]
-
-
-def coordinator(**limits: int) -> Coordinator:
-    return Coordinator([Source("toy", False)], Limits(**limits), Controller(shared_device=True))
-
-
-def run_round(core: Coordinator, target_ids: Sequence[int], now: float) -> list[m.Effect]:
-    verify = next(e for e in core.handle(m.TargetReady(now)) if isinstance(e, m.Verify))
-    window = verify.windows[0]
-    ids = (*target_ids, *[0] * (len(window.token_ids) - len(target_ids)))
-    return core.handle(m.Verified(m.Verdict(window.request_id, window.step_id, ids, 0.1), now))
-
-
-def propose(core: Coordinator, tokens: Sequence[int], epoch: int, base: int) -> None:
-    scores = (-0.1,) * len(tokens)
-    incarnation = core.scheduler.running[0].sources["toy"].incarnation
-    parents = tuple(range(len(tokens)))
-    chain = m.Proposal("toy", 0, epoch, 0, base, 1, parents, tuple(tokens), scores, incarnation=incarnation)
-    core.handle(m.Proposed(chain, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -155,91 +136,6 @@ def test_a_window_is_as_wide_as_its_rows_pay() -> None:
     assert costs.best_width([0.01]) == 0
 
 
-def test_a_full_queue_and_a_draining_engine_refuse() -> None:
-    core = coordinator(max_queue=1)
-    params = SamplingParams(max_tokens=4)
-    assert core.handle(m.Submitted(Request(0, (1, 2), params), 0.0)) == []
-    assert core.handle(m.Submitted(Request(3, (1, 2), params), 0.0)) == [], "the first will not wait"
-    (refused,) = core.handle(m.Submitted(Request(1, (1, 2), params), 0.0))
-    assert isinstance(refused, m.Finish) and refused.reason is FinishReason.ERROR and "max_queue = 1" in refused.error
-    core.handle(m.TargetReady(0.0))
-    core.handle(m.Draining(0.0))
-    (refused,) = core.handle(m.Submitted(Request(2, (1, 2), params), 0.0))
-    assert isinstance(refused, m.Finish) and "draining" in refused.error
-    assert list(core.scheduler.running) == [0], "what was taken goes on"
-
-
-def test_a_worker_that_dies_too_often_is_given_up() -> None:
-    core = coordinator(max_deaths=2, restart_seconds=0.5)
-    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9)), 0.0))
-    restarts = []
-    for now in (1.0, 2.0, 3.0):
-        restarts += [e.at for e in core.handle(m.WorkerDied("toy", now)) if isinstance(e, m.Restart)]
-        core.handle(m.WorkerStarted("toy", now + 0.9)) if len(restarts) else None
-        assert core.handle(m.WorkerDied("nobody", now)) == []
-    assert restarts == [1.5, 3.0], "half a second, then one, then no more"
-    assert isinstance(core.handle(m.TargetReady(9.0))[-1], m.Verify), "the request goes on without it"
-
-
-def test_a_request_that_kills_the_target_fails_alone() -> None:
-    core = coordinator(max_num_seqs=2)
-    for i in range(2):
-        core.handle(m.Submitted(Request(i, (1, 2), SamplingParams(max_tokens=9)), 0.0))
-    verify = core.handle(m.TargetReady(0.0))[-1]
-    assert isinstance(verify, m.Verify) and len(verify.windows) == 2
-    assert core.handle(m.WorkerDied(m.TARGET, 0.0))[0] == m.Restart(m.TARGET, 0.1)
-    assert core.handle(m.TargetReady(0.05)) == [m.Wait(math.inf)], "there is no target"
-    core.handle(m.WorkerStarted(m.TARGET, 0.1))
-    verify = core.handle(m.TargetReady(0.1))[-1]
-    assert isinstance(verify, m.Verify) and [w.request_id for w in verify.windows] == [0], "one at a time"
-    finish = core.handle(m.WorkerDied(m.TARGET, 0.2))[-1]
-    assert (
-        isinstance(finish, m.Finish)
-        and finish.request_id == 0
-        and "the target failed with it (it gave none)" in finish.error
-    )
-    core.handle(m.WorkerStarted(m.TARGET, 0.3))
-    verify = core.handle(m.TargetReady(0.3))[-1]
-    assert isinstance(verify, m.Verify) and verify.windows[0].request_id == 1
-    core.handle(m.Verified(m.Verdict(1, verify.windows[0].step_id, (7,), 0.1), 0.4))
-    assert core.scheduler.running[1].failures == 0
-
-
-def test_out_of_memory_puts_the_youngest_back_and_fails_one_alone() -> None:
-    core = coordinator(max_num_seqs=2)
-    for i in range(2):
-        core.handle(m.Submitted(Request(i, (1, 2), SamplingParams(max_tokens=9)), 0.0))
-    core.handle(m.TargetReady(0.0))
-    core.handle(m.OutOfMemory(m.TARGET, (0, 1), 0.0))
-    assert list(core.scheduler.running) == [0] and core.scheduler.capacity == 1
-    for _ in range(2):
-        verify = core.handle(m.TargetReady(0.1))[-1]
-        assert isinstance(verify, m.Verify) and len(verify.windows[0].token_ids) == 1
-        effects = core.handle(m.OutOfMemory(m.TARGET, (0,), 0.1))
-    assert isinstance(effects[-1], m.Finish) and "out of memory" in effects[-1].error
-    core.handle(m.TargetReady(0.2))
-    assert list(core.scheduler.running) == [1] and core.scheduler.capacity == 2
-
-
-def test_malformed_proposals_change_nothing() -> None:
-    core = Coordinator([Source("toy", False)], Limits(), Controller(shared_device=True), vocab_size=50)
-    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9)), 0.0))
-    run_round(core, [5], 0.0)
-    source = core.scheduler.running[0].sources["toy"]
-    good = m.Proposal("toy", 0, 0, 0, 1, 1, (0,), (7,), (-0.1,), (0,), incarnation=source.incarnation)
-    bad = [
-        {"incarnation": 0}, {"root": -1}, {"root": 5}, {"applied_len": 2}, {"applied_len": -1}, {"first": 0},
-        {"first": 10**9}, {"parents": (1,)}, {"parents": (-1,)}, {"parents": ()}, {"scores": ()}, {"expanded": (2,)},
-        {"expanded": (-1,)}, {"request_id": 9}, {"source": "nobody"}, {"token_ids": (-1,)}, {"token_ids": (50,)},
-        {"scores": (1.0,)}, {"scores": (math.nan,)},
-    ]  # fmt: skip
-    for fields in bad:
-        core.handle(m.Proposed(replace(good, **fields), 0.0))  # type: ignore[arg-type]
-    assert core.stale == len(bad) and core.scheduler.running[0].tree.lead() == 0
-    core.handle(m.Proposed(good, 0.0))
-    assert core.scheduler.running[0].tree.lead() == 1
-
-
 def test_a_full_round_is_a_matter_of_a_millisecond(say: Callable[[str], None]) -> None:
     """Eight proposals of 32 nodes, a walk, a re-rooting, a query of 64 of 640 nodes; the median is printed."""
     limits = Limits(max_window=64, max_tree_nodes=1024)
@@ -283,3 +179,13 @@ def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]
     follow = {5: 11, 11: 14} | {token: token + 5 for token in range(14, 400, 5)}  # the target goes along the path
     ids = tuple(follow.get(token, 3) for token in window.token_ids)
     return core, [grow(number) for number in range(12, 20)], m.Verdict(0, window.step_id, ids, 0.1)
+
+
+def test_a_draft_that_is_far_ahead_is_given_no_more_steps() -> None:
+    core = Coordinator([Source("toy", True)], Limits(max_lead=4, max_window=1), FixedPolicy((1,) * 9))
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="parallel")), 0.0))
+    assert [e.widths for e in run_round(core, [5], 0.0) if isinstance(e, m.Grow)] == [(1, 1, 1, 1)]
+    propose(core, [6, 7, 8, 9, 10, 11], 0, 1)
+    assert not [e for e in run_round(core, [6], 0.0) if isinstance(e, m.Grow)], "five ahead"
+    run_round(core, [7], 0.0)
+    assert [e.widths for e in run_round(core, [8], 0.0) if isinstance(e, m.Grow)] == [(1,)], "three ahead"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import tiny
 import torch
 
 from langchain_card.config import EngineConfig, Limits
+from langchain_card.core.candidates import CandidateTree
+from langchain_card.core.controller import Controller
 from langchain_card.core.request import SamplingParams
+from langchain_card.core.sources import SourceState
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.drafters.tree import MAX_NODES, DraftTree
 from langchain_card.engine.engine import Engine
+from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import EngineError, InvalidInputError
 from langchain_card.runtime.runner import ModelRunner
 
@@ -110,21 +116,85 @@ def test_whoever_is_read_last_does_not_block_the_others(pair: tuple[str, str]) -
         assert len(unread.result().token_ids) == 60
 
 
-def test_a_tree_that_grows_without_a_miss_is_begun_anew() -> None:
-    """The new root is read again, so its slot is not kept; otherwise nothing would be left to read."""
-    tree = DraftTree((1,), (), 8)
-    tree.expand(tree.root, (5, 6, 7), (-0.1, -3.0, -4.0))
+def test_a_prompt_read_again_after_memory_ran_out_takes_no_more_than_before(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the attempt that failed had taken is free when the next one begins."""
+    opened: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    open_, prefill = ModelRunner.open, ModelRunner.prefill
+
+    def watched(self: ModelRunner) -> Any:
+        alive.append(sum(cache() is not None for cache in opened))
+        cache = open_(self)
+        opened.append(weakref.ref(cache))
+        return cache
+
+    def short(self: ModelRunner, *args: Any) -> None:
+        if len(opened) == 1:
+            raise MemoryError
+        prefill(self, *args)
+
+    with Engine(config(pair, draft_model=None)) as engine:
+        wanted = answer(engine, 20, "plain")
+        monkeypatch.setattr(ModelRunner, "open", watched)
+        monkeypatch.setattr(ModelRunner, "prefill", short)
+        assert answer(engine, 20, "plain") == wanted
+    assert alive == [0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+def test_a_draft_that_equals_the_target_is_always_right(
+    pair: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Across corrections that keep its KV, that is: every token was in the cache wherever the draft had looked."""
+    hits: list[bool] = []
+    verify = TargetWorker.verify
+
+    def slow(self: TargetWorker, windows: Any) -> Any:
+        time.sleep(0.02)  # the draft gets far ahead
+        return verify(self, windows)
+
+    monkeypatch.setattr(TargetWorker, "verify", slow)
+    monkeypatch.setattr(Controller, "saw_token", lambda self, schedule, *, hit: hits.append(hit))
+    monkeypatch.setattr(Controller, "draft_pays", lambda self, schedule, chance: chance > 0.1)
+    monkeypatch.setattr(Controller, "window", lambda self, schedule, chances: len(chances))
+    monkeypatch.setattr(Controller, "patience", lambda self, schedule: 1.0)
+    with Engine(config(pair, draft_model=pair[0])) as engine:
+        for seed in range(3):
+            done = engine.submit(PROMPT[seed:], SamplingParams(max_tokens=80, schedule=schedule)).result()  # type: ignore[arg-type]
+            assert done.stats.accepted > 20
+    assert len(hits) > 100 and all(hits)
+
+
+def test_a_draft_tree_that_grows_for_ever_keeps_what_is_alive() -> None:
+    """Its nodes are numbered anew now and then; no slot is lost, and the cache knows every living node as before."""
+    draft, cache, source = DraftTree((1,), (), 8), CandidateTree(1), SourceState()
+    draft.expand(draft.root, (5, 6), (-0.1, -3.0))
     for _ in range(MAX_NODES):
-        (node,) = tree.choose(1)
-        tree.place(node)
-        tree.expand(node, (5, 6, 7), (-0.1, -3.0, -4.0))
-        epoch, slot = tree.epoch, tree.slots[node]
-        applied = tree.apply(len(tree.output_ids), (5,))
-        if tree.epoch > epoch:
-            assert applied.slots == [] and tree.choose(1) == [tree.root]
-            return
-        assert applied.slots == [slot]
-    raise AssertionError("the tree never grew too large")
+        for node in draft.choose(3):
+            draft.place(node)
+            draft.expand(node, (5, 6), (-0.1, -3.0))
+        assert source.merge(draft.publish("toy", 0, 0.0), cache, 10**6, 10) == 0
+        before = [path for node in draft.open if (path := texts(draft, node))[:1] == [5]]
+        applied = draft.apply(len(draft.output_ids), (5,))
+        cache.advance(5)
+        assert len(applied.slots) == 1 and sorted(before) == sorted([5, *texts(draft, node)] for node in draft.open)
+        if draft.root == 0:
+            break
+    assert draft.epoch == 1 and len(draft.tokens) < 40, "the living ones only"
+    assert source.merge(draft.publish("toy", 0, 0.0), cache, 10**6, 10) == 0
+    for node in range(1, len(draft.tokens)):
+        seen, below = [], source.nodes[node]
+        while below != cache.root:
+            seen.append(cache.tokens[below])
+            below = cache.parents[below]
+        assert seen[::-1] == texts(draft, node)
+
+
+def texts(tree: DraftTree, node: int) -> list[int]:
+    """Tokens from below the root down to `node`."""
+    return [tree.tokens[above] for above in tree.path(node)]
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_unread", "max_window", "max_lead"])

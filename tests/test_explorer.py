@@ -42,7 +42,7 @@ def test_explore_every_interleaving(say: Callable[[str], None]) -> None:
 
 
 def random_run(seed: int) -> tuple[int, int, int]:
-    """Tokens that were checked, hits after a miss, and aborted requests of one run."""
+    """Tokens that were checked, failed requests and aborted requests of one run."""
     scope = scopes.long_text(seed, schedule=("parallel", "parallel", "sequential")[seed % 3])
     chooser = PriorityChooser(seed) if seed % 5 == 0 else RandomChooser(seed, fault_chance=0.02)
     if seed % 5 == 0:

@@ -12,12 +12,15 @@ import scopes
 
 from langchain_card.core import coordinator, query, sources
 from langchain_card.core import messages as m
+from langchain_card.core import walk as walking
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.sources import SourceState
 from langchain_card.core.walk import cut, walk
+from langchain_card.drafters import tree as drafters
+from langchain_card.drafters.tree import DraftTree
 from langchain_card.testing import FixedPolicy, RandomChooser, Violation, exhaust, run
 
 Patch = pytest.MonkeyPatch
@@ -166,13 +169,44 @@ def test_planted_the_target_waits_for_its_draft_for_ever(monkeypatch: Patch) -> 
 
 
 def test_planted_a_slot_is_freed_twice(monkeypatch: Patch) -> None:
-    """An aborted request that had been put back is counted out twice."""
+    """A draft's KV slots that are free already are freed again with a correction."""
+    old, new = "if slot not in used]", "if slot not in used] + self.free_slots"
+    monkeypatch.setattr(DraftTree, "_re_root", replaced(DraftTree._re_root, old, new, drafters))
+    caught("KV slot is lost or shared", "one after the other")
 
-    def put_back(self: Scheduler, state: Any) -> None:
-        self.waiting.appendleft(state)
 
-    monkeypatch.setattr(Scheduler, "put_back", put_back)
-    caught("was lost|ended twice|dead target|must|counted", "the target dies and comes back")
+def test_planted_a_slot_is_used_twice(monkeypatch: Patch) -> None:
+    """A hit frees the slots of the subtree that survives."""
+    bad = replaced(DraftTree._re_root, "if slot not in used", "", drafters)
+    monkeypatch.setattr(DraftTree, "_re_root", bad)
+    caught("KV slot is lost or shared", "a draft dies between two steps")
+
+
+def test_planted_a_new_numbering_in_the_old_epoch(monkeypatch: Patch) -> None:
+    """A draft's tree that grew long is numbered anew, and the cache is not told."""
+    monkeypatch.setattr(drafters, "MAX_NODES", 8)
+    run(scopes.long_text(1), RandomChooser(1, 0.02))
+    monkeypatch.setattr(DraftTree, "_renumber", replaced(DraftTree._renumber, "self.epoch += 1", "pass", drafters))
+    caught("wrong prefix")
+
+
+def test_planted_the_place_of_one_who_was_put_back_stays_taken(monkeypatch: Patch) -> None:
+    """A request waits and runs at once."""
+    monkeypatch.setattr(Scheduler, "put_back", lambda self, state: self.waiting.appendleft(state))
+    caught("was lost", "the target dies and comes back")
+
+
+def test_planted_an_answer_ends_early(monkeypatch: Patch) -> None:
+    """One token is missing, and the reason is that of a whole answer."""
+    monkeypatch.setattr(coordinator, "cut", replaced(cut, "request.params.max_tokens - num", "2 - num", walking))
+    caught("not whole", "one after the other")
+
+
+def test_planted_a_target_that_dies_takes_all_requests_with_it(monkeypatch: Patch) -> None:
+    """Answers end where they would go on."""
+    old, new = "culprits if restart_at is not None else list(self.scheduler.waiting)", "list(self.scheduler.waiting)"
+    monkeypatch.setattr(Coordinator, "_lose", replaced(Coordinator._lose, old, new, coordinator))
+    caught("failed without need", "the target dies and comes back")
 
 
 def test_planted_end_not_sent(monkeypatch: Patch) -> None:

@@ -105,7 +105,11 @@ class CostModel:
         return 2 * step if 4 * step < self.target_step() else 0.0
 
     def patience_sequential(self) -> float:
-        """Seconds that a round waits for a granted draft step: far above its usual time, but bounded."""
+        """Seconds that a round waits for a granted draft step: far above its usual time, but bounded.
+
+        It bounds the wait for a step that was lost or is taken elsewhere. One that is taken inline, on the target's own
+        thread, has been taken before anybody could wait.
+        """
         return 20 * self.draft_step.value if self.draft_step.weight else 60.0
 
 

@@ -158,6 +158,7 @@ class Coordinator:
         tokens = tuple(state.output_ids[source.applied_len :])
         source.credits, source.exhausted = 0, False
         widths = self.policy.widths(state.schedule, hit=hit) if self.sources[name].paced else (1,)
+        widths = widths[: max(0, self.limits.max_lead - state.tree.lead())]
         effects: list[m.Effect] = [m.Correct(name, request_id, source.applied_len, tokens)]
         return [*effects, grant(state, name, widths)] if widths else effects
 
@@ -172,9 +173,9 @@ class Coordinator:
         state.stats.dropped += dropped or 0
         if proposal.incarnation == source.incarnation and proposal.applied_len == len(state.output_ids):
             # Else it answers leave that a correction has taken back.
-            source.credits = max(0, source.credits - proposal.steps)
+            source.credits = max(0, source.credits - (proposal.steps if dropped is not None else 0))
             source.exhausted = dropped is None or not proposal.token_ids
-        if proposal.elapsed and dropped is not None:
+        if dropped is not None and proposal.elapsed:
             state.stats.draft_busy += proposal.elapsed if state.output_ids else 0.0
             if self.sources[proposal.source].paced:
                 self.policy.saw_draft_step(state.schedule, proposal.elapsed)
@@ -255,7 +256,10 @@ class Coordinator:
         """A drafter costs speed; with the target all that runs goes back to wait, to be read again."""
         if self.workers.given_up(worker):
             return []
-        restart_at = self.workers.died(worker, now)
+        for state in self.scheduler.running.values():
+            state.failures += worker == m.TARGET and state.window is not None
+        culprits = [s for s in self.scheduler.running.values() if s.failures >= self.limits.max_failures]
+        restart_at = self.workers.died(worker, now, self.limits.max_failures if culprits else 0)
         effects: list[m.Effect] = [] if restart_at is None else [m.Restart(worker, restart_at)]
         if worker != m.TARGET:
             for state in self.scheduler.running.values():
@@ -263,12 +267,8 @@ class Coordinator:
                 state.wait_until = None
             return effects
         for state in reversed(list(self.scheduler.running.values())):
-            state.failures += state.window is not None
             effects += self._leave(state)
             self.scheduler.put_back(state)
-        culprits = [s for s in self.scheduler.waiting if s.failures >= self.limits.max_failures]
-        if culprits:
-            self.workers.forgive(worker, self.limits.max_failures)
         for state in culprits if restart_at is not None else list(self.scheduler.waiting):
             effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
         return effects

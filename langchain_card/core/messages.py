@@ -140,11 +140,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The consumer wants no more than the first `num_tokens` tokens: a stop string, or it left.
-
-    Attributes:
-        num_tokens: tokens of the answer that count; None for all committed so far.
-    """
+    """The consumer wants no more than the first `num_tokens` tokens (None: those so far): a stop string, or it left."""
 
     request_id: int
     reason: FinishReason
@@ -219,6 +215,11 @@ class Begin:
     output_ids: tuple[int, ...] = ()
     incarnation: int = 0
 
+    @property
+    def request_id(self) -> int:
+        """As the other commands have it."""
+        return self.request.request_id
+
 
 @dataclass(frozen=True, slots=True)
 class Correct:
@@ -261,7 +262,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """To the target: check these windows in one pass; answered by `Verified`, `OutOfMemory` or `WorkerDied`."""
+    """To the target: check these windows; answered by `Verified`, `OutOfMemory` or `WorkerDied`."""
 
     windows: tuple[Window, ...]
 

@@ -16,6 +16,9 @@ from langchain_card.core.messages import Proposal
 MAX_NUMBER = 65_536
 """Nodes that a drafter may number in one epoch."""
 
+MAX_SECONDS = 3600.0
+"""The longest time of one draft step that is believed."""
+
 
 @dataclass(slots=True)
 class SourceState:
@@ -74,12 +77,14 @@ class SourceState:
 
     def _admits(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
         count, first = len(proposal.token_ids), proposal.first
-        if proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
+        if not _well_typed(proposal) or proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
             return False
         if proposal.epoch == self.epoch and first < len(self.nodes):
             return False  # repeated
         return (
-            first > 0
+            0.0 <= proposal.elapsed <= MAX_SECONDS
+            and 1 <= proposal.steps <= MAX_NUMBER
+            and first > 0
             and first + count <= MAX_NUMBER
             and len(proposal.parents) == len(proposal.scores) == count
             and 0 <= proposal.root < first
@@ -94,3 +99,11 @@ class SourceState:
         """Follows a sweep of the tree; what was swept out is dead."""
         self.nodes = [new.get(node, DEAD) for node in self.nodes]
         self.expanded = {new[node] for node in self.expanded if node in new}
+
+
+def _well_typed(proposal: Proposal) -> bool:
+    """Whether all numbers of nodes, tokens and steps are integers, and chances and times are real numbers."""
+    p = proposal
+    single = (p.epoch, p.root, p.applied_len, p.first, p.steps, p.incarnation)
+    integers = {*map(type, single), *map(type, p.parents), *map(type, p.token_ids), *map(type, p.expanded)}
+    return integers == {int} and {type(p.elapsed), *map(type, p.scores)} <= {int, float}

@@ -52,20 +52,22 @@ class Workers:
         self._life[worker] = Life.UP
         return True
 
-    def died(self, worker: str, now: float) -> float | None:
+    def died(self, worker: str, now: float, forgiven: int = 0) -> float | None:
         """A worker died, or could not start again.
+
+        Args:
+            worker: which.
+            now: when.
+            forgiven: how many of its last deaths, this one included, were the fault of a request that is gone now.
 
         Returns:
             The time at which it may start again, or None when it has died too often and is given up.
         """
-        recent = tuple(t for t in self._deaths[worker] if now - t < self.limits.deaths_seconds)
-        self._deaths[worker] = (*recent, now)
+        recent = [t for t in self._deaths[worker] if now - t < self.limits.deaths_seconds]
+        recent = recent[: max(0, len(recent) + 1 - forgiven)] if forgiven else recent
+        self._deaths[worker] = tuple(recent) if forgiven else (*recent, now)
         if len(recent) >= self.limits.max_deaths:
             self._life[worker] = Life.GIVEN_UP
             return None
         self._life[worker] = Life.DOWN
         return now + min(self.limits.restart_seconds * float(2 ** len(recent)), MAX_RESTART_SECONDS)
-
-    def forgive(self, worker: str, deaths: int) -> None:
-        """Its last deaths were a request's fault, and that request is gone."""
-        self._deaths[worker] = self._deaths[worker][:-deaths]

@@ -137,7 +137,7 @@ class ModelDrafter:
     def _step(self, request_id: int, sequence: _Sequence, width: int) -> Proposal:
         tree = sequence.tree
         if len(tree.prompt_ids) + len(tree.output_ids) + self._runner.num_scratch > self._runner.max_len:
-            return tree.publish(self.name, request_id, (), 0.0)  # the text is longer than the draft's context
+            return tree.publish(self.name, request_id, 0.0)  # the text is longer than the draft's context
         cache = sequence.cache = sequence.cache or self._runner.open()
         nodes = tree.choose(width)
         unread = sequence.unread()
@@ -150,7 +150,7 @@ class ModelDrafter:
         elif nodes:
             paths = [tree.place(node) for node in nodes]
             self._expand(sequence, nodes, self._runner.step(cache, [tree.tokens[node] for node in nodes], paths))
-        return tree.publish(self.name, request_id, nodes, time.perf_counter() - started)
+        return tree.publish(self.name, request_id, time.perf_counter() - started)
 
     def _read(self, tree: DraftTree, cache: KVCache, unread: list[int]) -> Tensor:
         """Forwards the last committed tokens as a chain; logits [1, vocabulary] of the last."""

@@ -7,13 +7,13 @@ not drops the tree and starts a new epoch at the last committed token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from langchain_card.core.messages import Proposal
 
 MAX_NODES = 1024
-"""Nodes of one epoch; a tree that grew for so long is dropped and begun anew."""
+"""Nodes of one epoch; beyond it the living ones are numbered anew."""
 
 
 class Applied(NamedTuple):
@@ -45,6 +45,7 @@ class DraftTree:
         children: [nodes] child by token.
         root: node of the last applied token.
         open: nodes that are not expanded yet.
+        published: nodes of this epoch that were published, or stand for the last token applied.
         free_slots: KV slots without a node.
     """
 
@@ -52,14 +53,14 @@ class DraftTree:
         self.prompt_ids = tuple(prompt_ids)
         self.output_ids = list(output_ids)
         self.num_slots = num_slots
-        self.epoch = -1
+        self.epoch, self.published = -1, 0
         self._start_epoch()
 
     def copy(self) -> DraftTree:
         """An independent copy."""
         copied = DraftTree.__new__(DraftTree)
         copied.prompt_ids, copied.num_slots = self.prompt_ids, self.num_slots
-        copied.epoch, copied.root = self.epoch, self.root
+        copied.epoch, copied.root, copied.published = self.epoch, self.root, self.published
         copied.children = [children.copy() for children in self.children]
         for name in ("output_ids", "tokens", "parents", "scores", "slots", "open", "free_slots"):
             setattr(copied, name, getattr(self, name).copy())
@@ -79,9 +80,7 @@ class DraftTree:
             if node is not None and (slot := self.slots[node]) is not None:
                 slots.append(slot)
         self.output_ids += new
-        if node is None or len(self.tokens) > MAX_NODES:
-            if node is not None and self.slots[node] is not None:
-                slots.pop()  # it is read again as the root of the new tree
+        if node is None:
             self._start_epoch()
         else:
             self._re_root(node)
@@ -120,9 +119,10 @@ class DraftTree:
             self.slots.append(None)
             self.children.append({})
 
-    def publish(self, source: str, request_id: int, expanded: Sequence[int], elapsed: float) -> Proposal:
-        """The nodes that expanding these gave: the last of the tree."""
-        first = len(self.tokens) - sum(len(self.children[node]) for node in expanded)
+    def publish(self, source: str, request_id: int, elapsed: float) -> Proposal:
+        """All nodes of this epoch that were not published yet."""
+        first = self.published
+        self.published = len(self.tokens)
         new = range(first, len(self.tokens))
         return Proposal(
             source=source,
@@ -134,14 +134,17 @@ class DraftTree:
             parents=tuple(self.parents[first:]),
             token_ids=tuple(self.tokens[first:]),
             scores=tuple(self.scores[node] - self.scores[self.parents[node]] for node in new),
-            expanded=tuple(expanded),
-            elapsed=elapsed if expanded else 0.0,
+            expanded=tuple(dict.fromkeys(self.parents[first:])),
+            elapsed=elapsed if new else 0.0,
         )
 
     def _start_epoch(self) -> None:
         self.epoch += 1
-        self.tokens = [self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]]
-        self.parents, self.scores, self.root = [-1], [0.0], 0
+        self.published = 1
+        self.tokens: list[int] = [self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]]
+        self.parents: list[int] = [-1]
+        self.scores: list[float] = [0.0]
+        self.root: int = 0
         self.slots: list[int | None] = [None]
         self.children: list[dict[int, int]] = [{}]
         self.open: set[int] = {0}
@@ -149,10 +152,24 @@ class DraftTree:
 
     def _re_root(self, root: int) -> None:
         self.root = root
-        alive = {root}
+        alive = {root: 0}
         for node in range(root + 1, len(self.tokens)):
             if self.parents[node] in alive:
-                alive.add(node)
+                alive[node] = len(alive)
         used = {self.slots[node] for node in alive if node != root}
         self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
-        self.open &= alive
+        self.open &= alive.keys()
+        if len(self.tokens) > MAX_NODES:
+            self._renumber(alive)
+
+    def _renumber(self, new: Mapping[int, int]) -> None:
+        """Starts an epoch with the nodes that are alive, by their old numbers; the next proposal repeats them."""
+        self.epoch += 1
+        self.published = 1
+        self.parents = [new.get(self.parents[node], -1) for node in new]
+        self.tokens = [self.tokens[node] for node in new]
+        self.scores = [self.scores[node] for node in new]
+        self.slots = [self.slots[node] for node in new]
+        self.children = [{token: new[child] for token, child in self.children[node].items()} for node in new]
+        self.open = {new[node] for node in self.open}
+        self.root = 0

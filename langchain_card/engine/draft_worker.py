@@ -43,34 +43,46 @@ class DraftWorker:
     def handle(self, command: DraftCommand) -> None:
         """Applies one command; one for a request that is not open is ignored."""
         with self._turn:
-            match command:
-                case Begin(_, request):
-                    self.begun[request.request_id], self.leave[request.request_id] = command, ()
-                    self.drafter.begin(request, command.output_ids)
-                case Correct(_, request_id, start, token_ids) if request_id in self.begun:
-                    self.leave[request_id] = ()
-                    self.drafter.correct(request_id, start, token_ids)
-                case Grow(_, request_id, widths) if request_id in self.begun:
-                    self.leave[request_id] += widths
-                case End(_, request_id) if request_id in self.begun:
-                    del self.leave[request_id], self.begun[request_id]
-                    self.drafter.end(request_id)
+            self._apply(command)
+
+    def carry_out(self, command: DraftCommand) -> None:
+        """Applies one command and takes all steps that its request has leave for."""
+        with self._turn:
+            self._apply(command)
+            while widths := self.leave.get(command.request_id):
+                self._step([Budget(command.request_id, widths[0])])
 
     def step(self) -> bool:
         """One step for every request that has leave; False when none has."""
         with self._turn:
             budgets = [Budget(request_id, widths[0]) for request_id, widths in self.leave.items() if widths]
-            if not budgets:
-                return False
-            for budget in budgets:
-                self.leave[budget.request_id] = self.leave[budget.request_id][1:]
-            self._set_threads(self.begun[budgets[0].request_id].schedule)
-            for proposal in self._proposals(budgets):
-                request_id = proposal.request_id
-                if not proposal.token_ids:
-                    self.leave[request_id] = ()  # it cannot grow before the next correction
-                self._publish(replace(proposal, incarnation=self.begun[request_id].incarnation))
-            return True
+            if budgets:
+                self._step(budgets)
+            return bool(budgets)
+
+    def _apply(self, command: DraftCommand) -> None:
+        match command:
+            case Begin(_, request):
+                self.begun[request.request_id], self.leave[request.request_id] = command, ()
+                self.drafter.begin(request, command.output_ids)
+            case Correct(_, request_id, start, token_ids) if request_id in self.begun:
+                self.leave[request_id] = ()
+                self.drafter.correct(request_id, start, token_ids)
+            case Grow(_, request_id, widths) if request_id in self.begun:
+                self.leave[request_id] += widths
+            case End(_, request_id) if request_id in self.begun:
+                del self.leave[request_id], self.begun[request_id]
+                self.drafter.end(request_id)
+
+    def _step(self, budgets: list[Budget]) -> None:
+        for budget in budgets:
+            self.leave[budget.request_id] = self.leave[budget.request_id][1:]
+        self._set_threads(self.begun[budgets[0].request_id].schedule)
+        for proposal in self._proposals(budgets):
+            request_id = proposal.request_id
+            if not proposal.token_ids:
+                self.leave[request_id] = ()  # it cannot grow before the next correction
+            self._publish(replace(proposal, incarnation=self.begun[request_id].incarnation))
 
     def _proposals(self, budgets: list[Budget]) -> list[Proposal]:
         try:

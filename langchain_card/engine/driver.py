@@ -24,7 +24,7 @@ class Driver:
 
     Args:
         coordinator: the protocol.
-        make_target: makes the target's worker, at first and after a death; called and used on this driver's thread.
+        make_target: makes the target's worker: here, and after a death on the driver's thread, which alone uses it.
         make_transports: by drafter, makes its transport with a fresh worker behind it.
         clock: source of time.
     """

@@ -64,10 +64,13 @@ class TargetWorker:
 
         A window that failed for want of memory comes again: what was done for it already is not done twice.
         """
-        cache, last = sequence.cache, sequence.window
-        if cache is None or last is None:
-            cache = self._read(sequence)
-        elif cache.length < window.start_position:
+        last = sequence.window
+        if last is None:
+            sequence.cache = None  # what an attempt that failed had taken is free before this one takes as much
+            sequence.cache = self._read(sequence)
+        cache = sequence.cache
+        assert cache is not None, "a sequence that was read has its cache"
+        if last is not None and cache.length < window.start_position:
             cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
             accepted = [last.token_ids[row] for row in window.kept_rows[1:]]
             sequence.sampler.commit([*accepted, window.token_ids[0]])
@@ -84,7 +87,7 @@ class TargetWorker:
         request, output_ids = sequence.begin.request, sequence.begin.output_ids
         sequence.sampler = Sampler(request.params, request.prompt_ids)
         sequence.sampler.commit(output_ids)
-        cache = sequence.cache = self._runner.open()
+        cache = self._runner.open()
         self._runner.prefill(cache, request.prompt_ids[:-1])
         rest = (request.prompt_ids[-1], *output_ids)[: len(output_ids)]
         for start in range(0, len(rest), self._runner.num_scratch):

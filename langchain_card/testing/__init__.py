@@ -10,8 +10,9 @@ from langchain_card.testing.explorer import (
     replay,
     run,
 )
+from langchain_card.testing.scope import Scope
 from langchain_card.testing.toy import FixedPolicy, ToyDrafter, ToyModel, ToyTarget
-from langchain_card.testing.world import Scope, World
+from langchain_card.testing.world import World
 
 __all__ = [
     "Coverage",

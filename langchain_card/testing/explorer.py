@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from langchain_card.testing.fingerprint import fingerprint
-from langchain_card.testing.world import Action, Scope, World
+from langchain_card.testing.scope import Scope
+from langchain_card.testing.world import Action, World
 
 Chooser: TypeAlias = Callable[[World, list[Action]], Action]
 

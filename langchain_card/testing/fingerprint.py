@@ -17,7 +17,10 @@ from langchain_card.testing.world import World
 
 
 def fingerprint(world: World) -> int:
-    """A hash of what matters of `world`; 61 bits, so that a collision among millions is unlikely."""
+    """A hash of what matters of `world`: 64 bits, so that a collision among millions is unlikely.
+
+    Python gives -1 and -2 the same hash: no field may hold both.
+    """
     core, scheduler = world.core, world.core.scheduler
     states = {s.request.request_id: s for s in (*scheduler.running.values(), *scheduler.waiting)}
     value = (
@@ -78,13 +81,14 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
         source = state.sources.get(name) if state is not None else None
         if source is None or source.incarnation != incarnation:
             return None  # stale for ever
-        return epoch - source.epoch
+        return max(epoch - source.epoch, -1)  # all older ones are stale alike
 
     trees = []
     for request_id, tree in draft.drafter.trees.items():
         begun, leave = draft.worker.begun[request_id], draft.worker.leave[request_id]
-        shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), len(tree.output_ids))
-        trees.append((request_id, against(request_id, begun.incarnation, tree.epoch), shape, leave))
+        shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), tree.published)
+        epoch = against(request_id, begun.incarnation, tree.epoch)
+        trees.append((request_id, epoch, shape, len(tree.output_ids), leave))
     outbox = [
         (p.request_id, relative, p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded)
         for p in draft.outbox
@@ -107,7 +111,7 @@ def _command(command: Any) -> Any:
 
 
 def _canonical(tree: CandidateTree) -> dict[int, int]:
-    """Number of each node that can still matter: committed ones from -2 downwards, live candidates from 0 upwards."""
-    number = {node: -2 - depth for depth, node in enumerate(tree.path)}
+    """Number of each node that can still matter: committed ones from -3 downwards, live candidates from 0 upwards."""
+    number = {node: -3 - depth for depth, node in enumerate(tree.path)}
     live = (node for node in range(tree.root + 1, len(tree)) if tree.is_alive(node))
     return number | {node: i for i, node in enumerate(live)} | {DEAD: DEAD}

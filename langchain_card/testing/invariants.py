@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from langchain_card.core import messages as m
-from langchain_card.core.request import RequestState
+from langchain_card.core.request import FinishReason, RequestState
+from langchain_card.drafters.tree import DraftTree
 
 if TYPE_CHECKING:
     from langchain_card.testing.world import World
@@ -15,8 +16,10 @@ def check(world: World) -> None:
     """Raises AssertionError when an invariant does not hold.
 
     - the emitted tokens begin the target's own answer, each once and in order;
+    - an answer ends whole (`check_end`);
     - requests submitted are those that wait, run and have ended;
     - every candidate sits under a prefix from which its drafter proposes it;
+    - no two nodes of a draft share a KV slot;
     - all bounds hold;
     - an ended request holds nothing.
     """
@@ -35,6 +38,8 @@ def check(world: World) -> None:
     held = set(world.target.held) if world.target is not None else set()
     assert held <= set(core.scheduler.running), "an ended request holds KV"
     for draft in world.drafts.values():
+        for tree in draft.drafter.trees.values():
+            _check_slots(tree)
         assert draft.inbox or set(draft.worker.begun) <= set(scheduler.running), "an ended request holds a draft's KV"
     if len(world.finished) == world.scope.requests and world.ended:
         assert not any(draft.drafter.trees or draft.worker.begun for draft in world.drafts.values()), "a draft holds KV"
@@ -44,6 +49,7 @@ def _check_tree(world: World, state: RequestState) -> None:
     tree, limits = state.tree, world.core.limits
     assert [tree.tokens[node] for node in tree.path[1:]] == state.output_ids, "the tree does not hold the answer"
     assert len(tree) - len(tree.path) <= 2 * limits.max_tree_nodes, "the tree has no bound"
+    assert tree.lead() <= 2 * limits.max_lead, "candidates deeper than may be"
     for source in state.sources.values():
         assert source.credits <= limits.max_lead, "more leave than there may be lead"
     prefixes = {tree.root: (*state.request.prompt_ids, *state.output_ids)}
@@ -53,6 +59,35 @@ def _check_tree(world: World, state: RequestState) -> None:
             proposed = world.model.candidates(above, world.numbers[tree.sources[node]])
             assert any(tree.tokens[node] == token for token, _ in proposed), "a candidate under a wrong prefix"
             prefixes[node] = (*above, tree.tokens[node])
+
+
+def _check_slots(tree: DraftTree) -> None:
+    held = [tree.slots[node] for node in range(tree.root + 1, len(tree.tokens)) if _hangs_under_root(tree, node)]
+    placed = [slot for slot in held if slot is not None]
+    assert sorted([*placed, *tree.free_slots]) == list(range(tree.num_slots)), "a KV slot is lost or shared"
+
+
+def _hangs_under_root(tree: DraftTree, node: int) -> bool:
+    while node > tree.root:
+        node = tree.parents[node]
+    return node == tree.root
+
+
+def check_end(world: World, request_id: int, reason: FinishReason) -> None:
+    """Raises AssertionError unless a request may end now, for this reason.
+
+    - an answer is whole: cut at `max_tokens`, at the end of text, or where its consumer wanted no more;
+    - a request fails only where faults may end one.
+    """
+    assert request_id not in world.finished, "ended twice"
+    emitted, whole = world.emitted[request_id], world.answers[request_id]
+    if request_id == world.stopping:
+        assert reason in (FinishReason.ABORT, FinishReason.STOP), "another reason than the consumer's"
+    elif reason is FinishReason.ERROR:
+        assert world.scope.may_fail, "a request failed without need"
+    else:
+        end = FinishReason.STOP if whole[-1] == world.scope.eos else FinishReason.LENGTH
+        assert emitted == whole and reason is end, "the answer is not whole"
 
 
 def check_window(world: World, window: m.Window) -> None:

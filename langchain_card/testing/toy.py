@@ -14,7 +14,7 @@ from langchain_card.drafters.tree import DraftTree
 from langchain_card.ports import Budget
 
 StepTime: TypeAlias = Callable[[int], float]
-_MULTIPLIER, _MODULUS = 48_271, 2**31 - 1
+_MODULUS = 2**31 - 1
 
 
 class ToyModel:
@@ -60,10 +60,7 @@ class ToyModel:
         return prefix[len(prompt_ids) :]
 
     def _draw(self, prefix: tuple[int, ...], stream: int) -> int:
-        state = 1 + self._seed + 7919 * stream
-        for token in prefix:
-            state = (state + token + 1) * _MULTIPLIER % _MODULUS
-        return state * _MULTIPLIER % _MODULUS
+        return hash((self._seed, stream, prefix)) % _MODULUS  # of integers: the same in every process
 
 
 class ToyTarget:
@@ -192,7 +189,7 @@ class ToyDrafter:
                 tree.place(node)
             found = self._model.candidates(self._prefix(tree, node), self._number)
             tree.expand(node, [token for token, _ in found], [score for _, score in found])
-        return tree.publish(self.name, budget.request_id, nodes, self.step_time(len(nodes)))
+        return tree.publish(self.name, budget.request_id, self.step_time(len(nodes)))
 
     def _prefix(self, tree: DraftTree, node: int) -> tuple[int, ...]:
         return (*tree.prompt_ids, *tree.output_ids, *(tree.tokens[above] for above in tree.path(node)))

@@ -7,56 +7,20 @@ the invariants. Who chooses is an explorer (`testing.explorer`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from langchain_card.config import Limits, Schedule
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, RequestState, SamplingParams
 from langchain_card.testing import invariants
 from langchain_card.testing.process import Draft
+from langchain_card.testing.scope import Scope
 from langchain_card.testing.toy import FixedPolicy, ToyDrafter, ToyModel, ToyTarget
 
 Action: TypeAlias = tuple[Any, ...]
-EOS = 99  # never chosen by a toy model
 FOREVER = 1e18
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What a world holds and what may go wrong in it.
-
-    Attributes:
-        name: of the scope.
-        requests: answers to be written.
-        max_tokens: of each.
-        drafters: at the tree.
-        schedule: of every request.
-        vocab_size, top: of the toy model.
-        limits: bounds.
-        widths: draft steps granted with a correction.
-        one_reader: a consumer that fell behind reads on only when nobody else's answer is still to come.
-        faults: how often each fault may strike: "kill", "kill target", "out of memory", "target out of memory", "lose",
-            "repeat", "abort", "pause", "drain".
-    """
-
-    name: str
-    requests: int = 1
-    max_tokens: int = 3
-    drafters: int = 1
-    schedule: Schedule = "parallel"
-    vocab_size: int = 3
-    top: float = 0.6
-    seed: int = 0
-    limits: Limits = field(
-        default_factory=lambda: Limits(max_num_seqs=2, max_window=3, max_lead=3, max_tree_nodes=4, max_queue=2)
-    )
-    widths: tuple[int, ...] = (1,)
-    one_reader: bool = False
-    faults: Mapping[str, int] = field(default_factory=dict)
 
 
 class World:
@@ -71,7 +35,7 @@ class World:
         self.model = ToyModel(scope.vocab_size, scope.top, seed=scope.seed)
         names = [f"draft{i}" for i in range(1, scope.drafters + 1)]
         self.numbers = {name: i for i, name in enumerate(names, 1)}
-        sources = [Source(name, paced=True) for name in names]
+        sources = [Source(name, paced=not scope.unpaced or name != names[-1]) for name in names]
         self.core = Coordinator(sources, scope.limits, FixedPolicy(scope.widths))
         self.target: ToyTarget | None = ToyTarget(self.model)
         self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
@@ -80,7 +44,8 @@ class World:
         self.late: list[m.Verdict] = []
         self.restarts: list[str] = []
         self.emitted: dict[int, tuple[int, ...]] = {}
-        self.answers = {i: self.model.answer(self.prompt(i), scope.max_tokens) for i in range(scope.requests)}
+        self.answers = {i: self.answer(i) for i in range(scope.requests)}
+        self.stopping: int | None = None  # the request whose consumer says in this action that it wants no more
         self.finished: dict[int, FinishReason] = {}
         self.faults = dict(scope.faults)
         self.rounds: dict[int, int] = {}
@@ -105,6 +70,11 @@ class World:
     def prompt(self, request_id: int) -> tuple[int, ...]:
         """Each request has its own."""
         return (request_id % self.scope.vocab_size, 1)
+
+    def answer(self, request_id: int) -> tuple[int, ...]:
+        """What the target writes alone, up to the end of text."""
+        tokens = self.model.answer(self.prompt(request_id), self.scope.max_tokens)
+        return tokens[: tokens.index(self.scope.eos) + 1] if self.scope.eos in tokens else tokens
 
     # What could happen next.
 
@@ -156,6 +126,8 @@ class World:
         for state in self._states():
             if "abort" in left:
                 yield ("abort", state.request.request_id)
+            if "stop" in left and state.output_ids:
+                yield ("stop", state.request.request_id)
             if "pause" in left and not state.paused:
                 yield ("pause", state.request.request_id)
         if "drain" in left:
@@ -192,7 +164,7 @@ class World:
                     self.emitted[request_id] += tokens
                     self.rounds[request_id] = self.rounds.get(request_id, 0) + 1
                 case m.Finish(request_id, reason):
-                    assert request_id not in self.finished, "ended twice"
+                    invariants.check_end(self, request_id, reason)
                     self.finished[request_id] = reason
                 case m.Wait():
                     self.waiting = True
@@ -212,7 +184,7 @@ class World:
         request_id = len(self.emitted)
         params = SamplingParams(max_tokens=self.scope.max_tokens, schedule=self.scope.schedule)
         self.emitted[request_id] = ()
-        self.tell(m.Submitted(Request(request_id, self.prompt(request_id), params, (EOS,)), 0.0))
+        self.tell(m.Submitted(Request(request_id, self.prompt(request_id), params, (self.scope.eos,)), 0.0))
 
     def _query(self) -> None:
         self.tell(m.TargetReady(0.0))
@@ -278,7 +250,14 @@ class World:
         self.tell(m.OutOfMemory(m.TARGET, tuple(window.request_id for window in windows), 0.0))
 
     def _abort(self, request_id: int) -> None:
+        self.stopping = request_id
         self.tell(m.Stopped(request_id, FinishReason.ABORT, 0.0))
+        self.stopping = None
+
+    def _stop(self, request_id: int) -> None:
+        self.stopping = request_id
+        self.tell(m.Stopped(request_id, FinishReason.STOP, 0.0, len(self.emitted[request_id]) - 1))
+        self.stopping = None
 
     def _pause(self, request_id: int) -> None:
         self.tell(m.Paused(request_id, True, 0.0))

@@ -33,9 +33,7 @@ class InlineTransport:
         if self.dead:
             return
         try:
-            self._worker.handle(command)
-            while self._worker.step():
-                pass
+            self._worker.carry_out(command)
         except Exception as error:
             self.fail(error)
 

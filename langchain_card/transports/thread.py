@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 
-from langchain_card.core.messages import Begin, End
+from langchain_card.core.messages import Begin, Correct, End
 from langchain_card.ports import DraftCommand, Worker
 from langchain_card.transports.inline import InlineTransport
+
+
+class Mailbox:
+    """Commands in order, without those that later ones have made needless.
+
+    A correction is cumulative and takes back all leave, so it stands for the corrections and the leave before it; the
+    end of a request stands for everything since its beginning. So a worker that stalls has few commands to catch up on,
+    and they hold each token once.
+    """
+
+    def __init__(self) -> None:
+        self._commands: list[DraftCommand] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def put(self, command: DraftCommand) -> None:
+        """Appends a command."""
+        with self._changed:
+            if isinstance(command, Correct | End):
+                self._commands = [
+                    c for c in self._commands if c.request_id != command.request_id or isinstance(c, Begin | End)
+                ]
+            own = [c for c in self._commands if c.request_id == command.request_id]
+            if isinstance(command, End) and own and isinstance(own[-1], Begin):
+                self._commands.remove(own[-1])  # the worker never hears of it
+            else:
+                self._commands.append(command)
+            self._changed.notify()
+
+    def take(self, *, wait: bool) -> DraftCommand | None:
+        """The oldest command; None when there is none (`wait`: and the mailbox was closed)."""
+        with self._changed:
+            while wait and not self._commands and not self._closed:
+                self._changed.wait()
+            return self._commands.pop(0) if self._commands and not self._closed else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._closed
+
+    def close(self) -> None:
+        """Wakes the worker for the last time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
 
 class ThreadTransport:
@@ -28,7 +76,7 @@ class ThreadTransport:
         self._worker = worker
         self._inline = InlineTransport(worker, on_death=on_death)
         self._inline_ids: set[int] = set()
-        self._commands: queue.SimpleQueue[DraftCommand | None] = queue.SimpleQueue()
+        self._mailbox = Mailbox()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -36,34 +84,30 @@ class ThreadTransport:
         """Hands the command over, or carries it out at once."""
         if self._inline.dead:
             return
-        request_id = command.request.request_id if isinstance(command, Begin) else command.request_id
         if isinstance(command, Begin) and command.schedule != "parallel":
-            self._inline_ids.add(request_id)
-        if request_id not in self._inline_ids:
-            self._commands.put(command)
+            self._inline_ids.add(command.request_id)
+        if command.request_id not in self._inline_ids:
+            self._mailbox.put(command)
             return
         if isinstance(command, End):
-            self._inline_ids.discard(request_id)
+            self._inline_ids.discard(command.request_id)
         self._inline.send(command)
 
     def close(self) -> None:
         """Ends the thread after its current step."""
-        self._commands.put(None)
+        self._mailbox.close()
         self._thread.join()
         self._inline.close()
 
     def _run(self) -> None:
         try:
             busy = False
-            while True:
-                try:
-                    command = self._commands.get(block=not busy)
-                except queue.Empty:
+            while not self._mailbox.closed:
+                command = self._mailbox.take(wait=not busy)
+                if command is not None:
+                    self._worker.handle(command)
+                    busy = True
+                else:
                     busy = self._worker.step()
-                    continue
-                if command is None:
-                    break
-                self._worker.handle(command)
-                busy = True
         except Exception as error:
             self._inline.fail(error)

@@ -1,0 +1,89 @@
+"""How commands reach a drafter: in order, few when it stalls, and on the right thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from langchain_card.config import Limits
+from langchain_card.core import messages as m
+from langchain_card.core.request import Request, SamplingParams
+from langchain_card.engine.draft_worker import DraftWorker
+from langchain_card.ports import Budget
+from langchain_card.testing import ToyDrafter, ToyModel
+from langchain_card.testing.sleeping import SleepingEngine
+from langchain_card.transports.thread import Mailbox, ThreadTransport
+
+PROMPT = (1, 2)
+
+
+def begin(request_id: int, schedule: str = "parallel") -> m.Begin:
+    return m.Begin("toy", Request(request_id, PROMPT, SamplingParams(max_tokens=50)), schedule)
+
+
+def test_a_stalled_worker_has_few_commands_to_catch_up_on() -> None:
+    """A correction stands for those before it; other requests' commands and the order stay."""
+    mailbox = Mailbox()
+    for command in (begin(0), begin(1), m.Grow("toy", 1, (1,))):
+        mailbox.put(command)
+    for length in range(1, 2000):
+        mailbox.put(m.Correct("toy", 0, 0, (7,) * length))
+        mailbox.put(m.Grow("toy", 0, (1, 1)))
+    taken = [mailbox.take(wait=False) for _ in range(len(mailbox))]
+    assert taken == [
+        begin(0),
+        begin(1),
+        m.Grow("toy", 1, (1,)),
+        m.Correct("toy", 0, 0, (7,) * 1999),
+        m.Grow("toy", 0, (1, 1)),
+    ]
+    assert mailbox.take(wait=False) is None
+
+
+def test_a_request_that_came_and_went_is_never_heard_of() -> None:
+    mailbox = Mailbox()
+    commands = [m.End("toy", 0), begin(0), m.Correct("toy", 0, 0, (7,)), m.Grow("toy", 0, (1,)), begin(1)]
+    for command in commands:
+        mailbox.put(command)
+    mailbox.put(m.End("toy", 0))
+    assert [mailbox.take(wait=False) for _ in range(len(mailbox))] == [m.End("toy", 0), begin(1)]
+
+
+class Watched(ToyDrafter):
+    """Notes on which thread each request's steps are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(ToyModel(200, top=1.0))
+        self.steps: list[tuple[int, str]] = []
+
+    def step(self, budgets: Sequence[Budget]) -> list[m.Proposal]:
+        time.sleep(0.002)
+        self.steps += [(budget.request_id, threading.current_thread().name) for budget in budgets]
+        return super().step(budgets)
+
+
+def test_a_sequential_request_does_not_take_the_steps_of_a_parallel_one() -> None:
+    drafter = Watched()
+    worker = DraftWorker(drafter, lambda proposal: None, lambda request_ids: None)
+    transport = ThreadTransport(worker, name="draft", on_death=lambda error: None)
+    transport.send(begin(0))
+    transport.send(begin(1, "sequential"))
+    transport.send(m.Grow("toy", 0, (1,) * 40))
+    for _ in range(10):
+        transport.send(m.Grow("toy", 1, (1,)))
+    while len(drafter.steps) < 50:
+        time.sleep(0.001)
+    transport.close()
+    here = threading.current_thread().name
+    assert drafter.steps.count((0, "draft")) == 40 and drafter.steps.count((1, here)) == 10
+
+
+def test_two_schedules_at_once_give_both_answers() -> None:
+    model = ToyModel(200, top=0.8)
+    with SleepingEngine(model, lambda rows: 0.004, lambda rows: 0.001, Limits(max_num_seqs=2)) as engine:
+        open_ = [
+            engine.submit(PROMPT, max_tokens=60, schedule=schedule) for schedule in ("parallel", "sequential", "plain")
+        ]
+        for generation in open_:
+            assert generation.result().token_ids == model.answer(PROMPT, 60)
