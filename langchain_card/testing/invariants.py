@@ -62,15 +62,13 @@ def _check_tree(world: World, state: RequestState) -> None:
 
 
 def _check_slots(tree: DraftTree) -> None:
-    held = [tree.slots[node] for node in range(tree.root + 1, len(tree.tokens)) if _hangs_under_root(tree, node)]
-    placed = [slot for slot in held if slot is not None]
-    assert sorted([*placed, *tree.free_slots]) == list(range(tree.num_slots)), "a KV slot is lost or shared"
-
-
-def _hangs_under_root(tree: DraftTree, node: int) -> bool:
-    while node > tree.root:
-        node = tree.parents[node]
-    return node == tree.root
+    alive, used = {tree.root}, list(tree.free_slots)
+    for node in range(tree.root + 1, len(tree.tokens)):
+        if tree.parents[node] in alive:
+            alive.add(node)
+            if (slot := tree.slots[node]) is not None:
+                used.append(slot)
+    assert sorted(used) == list(range(tree.num_slots)), "a KV slot is lost or shared"
 
 
 def check_end(world: World, request_id: int, reason: FinishReason) -> None:
