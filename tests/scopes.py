@@ -51,13 +51,17 @@ EXHAUSTIVE = [
     Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, may_fail=True, limits=SMALL),
 ]
 
-LONG = [
-    *(replace(scope, name=f"{scope.name}, another text", seed=1) for scope in EXHAUSTIVE),
+BIG = [
     Scope("two requests, longer", requests=2, max_tokens=4, limits=SMALL),
     Scope("two drafters, one dies", drafters=2, max_tokens=3, faults={"kill": 1}, limits=SMALL),
     Scope("two requests, the target dies", requests=2, max_tokens=3, faults={"kill target": 1}, limits=PATIENT),
     Scope("all at once", max_tokens=4, faults={"kill": 1, "kill target": 1, "lose": 1, "abort": 1}, limits=SMALL),
     Scope("two requests, messages lost", requests=2, max_tokens=2, faults={"lose": 1, "repeat": 1}, limits=SMALL),
+]
+
+LONG = [
+    *(replace(scope, name=f"{scope.name}, text {seed}", seed=seed) for scope in EXHAUSTIVE for seed in (1, 2)),
+    *(replace(scope, name=f"{scope.name}, text {seed}", seed=seed) for scope in BIG for seed in (0, 1, 2)),
 ]
 
 
