@@ -19,6 +19,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langchain_card import CARDChatModel
+from langchain_card.bench import prompts
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
@@ -26,7 +27,6 @@ from langchain_card.runtime.store import ModelStore
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-import prompts  # noqa: E402
 import quality  # noqa: E402
 
 PROMPTS = Path(os.environ.get("CARD_PROMPTS", prompts.OWN))

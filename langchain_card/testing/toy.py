@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from langchain_card.config import Schedule
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
@@ -15,6 +15,16 @@ from langchain_card.ports import Budget
 
 StepTime: TypeAlias = Callable[[int], float]
 _MODULUS = 2**31 - 1
+
+
+class Script(Protocol):
+    """What a target and its drafts say after every prefix."""
+
+    def target_token(self, prefix: tuple[int, ...]) -> int:
+        """The target's token."""
+
+    def candidates(self, prefix: tuple[int, ...], source: int = 1) -> tuple[tuple[int, float], ...]:
+        """Tokens that draft number `source` proposes, likeliest first, with log chances."""
 
 
 class ToyModel:
@@ -67,12 +77,12 @@ class ToyTarget:
     """The target's side, with a token list in the place of each sequence's KV.
 
     Args:
-        model: the script.
+        script: what it says.
         step_time: seconds of a pass by its number of rows; only reported.
     """
 
-    def __init__(self, model: ToyModel, step_time: StepTime = lambda rows: 0.0) -> None:
-        self.model = model
+    def __init__(self, script: Script, step_time: StepTime = lambda rows: 0.0) -> None:
+        self.script = script
         self.step_time = step_time
         self._begun: dict[int, Begin] = {}
         self._kv: dict[int, tuple[int, ...]] = {}
@@ -80,7 +90,7 @@ class ToyTarget:
 
     def copy(self) -> ToyTarget:
         """An independent copy."""
-        copied = ToyTarget(self.model, self.step_time)
+        copied = ToyTarget(self.script, self.step_time)
         copied._begun, copied._kv, copied._last = self._begun.copy(), self._kv.copy(), self._last.copy()
         return copied
 
@@ -117,14 +127,14 @@ class ToyTarget:
         for token, parent in zip(window.token_ids, window.parents):  # noqa: B905
             prefixes.append((*(kv if parent < 0 else prefixes[parent]), token))
         elapsed = self.step_time(len(window.token_ids))
-        return Verdict(request_id, window.step_id, tuple(map(self.model.target_token, prefixes)), elapsed)
+        return Verdict(request_id, window.step_id, tuple(map(self.script.target_token, prefixes)), elapsed)
 
 
 class ToyDrafter:
     """A drafter without a model: the tree is the real one, its children are scripted.
 
     Args:
-        model: the script.
+        script: what it says.
         name: of the drafter.
         number: which of the script's drafts it is, from 1.
         paced: see `ports.Drafter`.
@@ -134,7 +144,7 @@ class ToyDrafter:
 
     def __init__(
         self,
-        model: ToyModel,
+        script: Script,
         name: str = "toy",
         number: int = 1,
         *,
@@ -143,13 +153,13 @@ class ToyDrafter:
         step_time: StepTime = lambda rows: 0.0,
     ) -> None:
         self.name, self.paced = name, paced
-        self._model, self._number, self._num_slots, self.step_time = model, number, num_slots, step_time
+        self._script, self._number, self._num_slots, self.step_time = script, number, num_slots, step_time
         self.trees: dict[int, DraftTree] = {}
         self.out_of_memory = False
 
     def copy(self) -> ToyDrafter:
         """An independent copy."""
-        copied = ToyDrafter(self._model, self.name, self._number, paced=self.paced, num_slots=self._num_slots)
+        copied = ToyDrafter(self._script, self.name, self._number, paced=self.paced, num_slots=self._num_slots)
         copied.step_time = self.step_time
         copied.trees = {request_id: tree.copy() for request_id, tree in self.trees.items()}
         return copied
@@ -187,7 +197,7 @@ class ToyDrafter:
         for node in nodes:
             if node != tree.root:
                 tree.place(node)
-            found = self._model.candidates(self._prefix(tree, node), self._number)
+            found = self._script.candidates(self._prefix(tree, node), self._number)
             tree.expand(node, [token for token, _ in found], [score for _, score in found])
         return tree.publish(self.name, budget.request_id, self.step_time(len(nodes)))
 

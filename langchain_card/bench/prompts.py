@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-OWN = Path(__file__).parent / "prompts.jsonl"
+OWN = Path(__file__).parent / "data" / "prompts.jsonl"
+"""The project's own prompts."""
 
 
 def load(path: Path, count: int) -> list[str]:

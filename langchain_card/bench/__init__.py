@@ -1,0 +1,1 @@
+"""Measuring, on real machines and on a virtual clock."""

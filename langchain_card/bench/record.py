@@ -1,0 +1,84 @@
+"""Records what a draft would have said along the target's own text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from langchain_card.bench.traces import Trace
+from langchain_card.config import EngineConfig
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.errors import InvalidInputError
+from langchain_card.runtime.loader import ModelSpec, acquire_model, release_model, resolve
+from langchain_card.runtime.runner import ModelRunner
+
+NUM_CHILDREN = 16
+"""Tokens recorded at each position."""
+
+
+def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_tokens: int) -> Trace:
+    """One trace.
+
+    Args:
+        engine: writes the text, greedily.
+        draft: says what it would have said.
+        prompt_ids: of the text.
+        max_tokens: of the text.
+    """
+    token_ids = engine.submit(prompt_ids, SamplingParams(max_tokens=max_tokens)).result().token_ids
+    ids: list[tuple[int, ...]] = []
+    logs: list[tuple[float, ...]] = []
+    for logits in along(draft, prompt_ids, token_ids):
+        top = logits.double().log_softmax(dim=-1).topk(NUM_CHILDREN)
+        ids += map(tuple, top.indices.tolist())
+        logs += map(tuple, top.values.tolist())
+    return Trace(tuple(prompt_ids), tuple(token_ids), tuple(ids), tuple(logs))
+
+
+def along(draft: ModelRunner, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
+    """The draft's logits [rows, vocabulary] before each of `token_ids`, some rows at a time."""
+    cache = draft.open()
+    draft.prefill(cache, prompt_ids[:-1])
+    rows = [prompt_ids[-1], *token_ids[:-1]]
+    for start in range(0, len(rows), draft.num_scratch):
+        chunk = rows[start : start + draft.num_scratch]
+        yield draft.step(cache, chunk, [tuple(range(i + 1)) for i in range(len(chunk))])
+        cache.keep(range(len(chunk)))
+
+
+@contextlib.contextmanager
+def borrowed(spec: ModelSpec) -> Iterator[Any]:
+    """The model that engines of this process share."""
+    try:
+        yield acquire_model(spec)
+    finally:
+        release_model(spec)
+
+
+def record_all(
+    config: EngineConfig, texts: Sequence[str], max_tokens: int, report: Callable[[int, Trace], None]
+) -> list[Trace]:
+    """A trace for each text, asked as a user would.
+
+    Args:
+        config: a target and a model draft.
+        texts: what is asked.
+        max_tokens: of each answer.
+        report: told the number and the trace of each that is done.
+    """
+    traces: list[Trace] = []
+    pair = resolve(config)
+    if pair.draft is None:
+        raise InvalidInputError("draft_model", config.draft_model, "must be a model", "prompt lookup needs no record")
+    with Engine(config, pair=pair) as engine, borrowed(pair.draft) as model:
+        draft = ModelRunner(model, max_len=engine.max_model_len, num_scratch=16)
+        for number, text in enumerate(texts, start=1):
+            message = [{"role": "user", "content": text}]
+            prompt_ids = engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            traces.append(record(engine, draft, prompt_ids, max_tokens))
+            report(number, traces[-1])
+    return traces

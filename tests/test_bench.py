@@ -1,0 +1,110 @@
+"""Traces: recorded, kept, replayed; and the contest over them."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from langchain_card.bench.beams import beam_reach, trace_path
+from langchain_card.bench.contest import contest
+from langchain_card.bench.paths import DEEP, MISS, TOP, Kind
+from langchain_card.bench.record import borrowed, record
+from langchain_card.bench.traces import Trace, TraceScript, load, save
+from langchain_card.cli import main
+from langchain_card.config import EngineConfig, Limits
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.runtime.loader import resolve
+from langchain_card.runtime.runner import ModelRunner
+
+PROMPT = list(range(40, 60))
+
+
+def made_up(tokens: int, seed: int) -> Trace:
+    """A draft that says 0.7, 0.2 and 0.05, and is right so often."""
+    rng = random.Random(seed)
+    text = [rng.randrange(100, 200) for _ in range(tokens)]
+    ranks = rng.choices((0, 1, 2, 3), (70, 20, 5, 5), k=tokens)
+    ids = tuple(
+        tuple(token if i == rank else 200 + i for i in range(3)) for token, rank in zip(text, ranks, strict=True)
+    )
+    return Trace((1, 2), tuple(text), ids, ((math.log(0.7), math.log(0.2), math.log(0.05)),) * tokens)
+
+
+TRACES = [made_up(100, seed) for seed in range(3)]
+
+
+def test_traces_are_kept_as_they_are(tmp_path: Path) -> None:
+    save(TRACES, tmp_path / "made-up.json")
+    found = load(tmp_path / "made-up.json")
+    assert [trace.token_ids for trace in found] == [trace.token_ids for trace in TRACES]
+    assert found[0].draft_ids == TRACES[0].draft_ids
+    assert found[0].draft_logs[0] == pytest.approx(TRACES[0].draft_logs[0], abs=1e-3)
+
+
+def test_a_script_follows_its_text_and_only_that() -> None:
+    trace = TRACES[0]
+    script = TraceScript(trace, TRACES)
+    prefix = (*trace.prompt_ids, *trace.token_ids[:7])
+    assert script.target_token(prefix) == trace.token_ids[7]
+    assert [token for token, _ in script.candidates(prefix)] == list(trace.draft_ids[7])
+    assert script.target_token((*prefix, 199)) == 0 or trace.token_ids[7] == 199
+    assert len(script.candidates((*prefix, 0))) == 3, "something all the same"
+
+
+def test_a_path_tells_what_each_token_was() -> None:
+    path = trace_path(TRACES[0], TRACES, width=64, branch=2)
+    for position, token in enumerate(path):
+        rank = TRACES[0].rank(position)
+        assert (token == TOP) == (rank == 0) and (token == MISS) == (rank is None)
+        assert rank != 1 or token.kind is Kind.NEAR
+        assert rank != 2 or token.kind is Kind.FAR
+
+
+def test_a_siblings_subtree_lives_as_long_as_the_beam_holds_it() -> None:
+    rng = random.Random(0)
+    sure = [(math.log(0.98), math.log(0.01))]
+    assert beam_reach((math.log(0.9), math.log(0.1)), 1, sure, 1, rng) == 0, "no room for it"
+    assert beam_reach((math.log(0.9), math.log(0.1)), 1, sure, 2, rng) == DEEP, "likelier than what is beside it"
+    even = [(math.log(0.5), math.log(0.5))]
+    assert beam_reach((math.log(0.9), math.log(0.1)), 1, even, 4, rng) == 1, "crowded out in the second layer"
+
+
+def test_the_contest_has_every_cell_and_passes_no_ceiling() -> None:
+    rows = list(contest("made-up", TRACES, (2, 8), Limits()))
+    assert len(rows) == 14 and {row.c for row in rows} == {2, 8}
+    for row in rows:
+        assert row.method != "plain" or row.speedup == pytest.approx(1.0)
+        assert row.speedup <= 1.02 * row.ceiling, row
+    assert all(row.speedup > 1.2 for row in rows if row.method == "card")
+
+
+def test_a_draft_that_equals_its_target_is_recorded_as_always_right(tmp_path: Path) -> None:
+    target = tiny.make_target("llama", tmp_path / "target")
+    pair = resolve(EngineConfig(target, target, dtype="float64", ngram=False))
+    assert pair.draft is not None
+    with Engine(EngineConfig(target, None, dtype="float64")) as engine, borrowed(pair.draft) as model:
+        trace = record(engine, ModelRunner(model, max_len=256, num_scratch=16), PROMPT, 40)
+        assert trace.token_ids == engine.submit(PROMPT, SamplingParams(max_tokens=40)).result().token_ids
+    assert all(trace.rank(position) == 0 for position in range(40))
+    assert torch.tensor(trace.draft_logs).diff().le(0).all()
+
+
+def test_bench_simulates_over_traces_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(TRACES[:1], tmp_path / "made-up.json")
+    assert main(["bench", "--simulate", "--traces", str(tmp_path), "--json", str(tmp_path / "rows.json")]) == 0
+    out = capsys.readouterr().out
+    assert "made-up: 1 texts, 100 tokens" in out and out.count("card-synchronous") == 7
+    assert (tmp_path / "rows.json").read_text().count('"method": "card"') == 7
+
+
+def test_bench_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--simulate", "--traces", str(tmp_path)]) == 2
+    assert "holds no .json file" in capsys.readouterr().err
+    assert main(["bench", "--record", "x.json"]) == 2
+    assert "--prompts" in capsys.readouterr().err
