@@ -29,7 +29,7 @@ test: setup ## the tests (first time: 93 MB to download; 15 to 20 minutes on two
 test-slow: setup ## the tests that need the 1.5B pair (about an hour on two cores)
 	@$(BIN)/python -m pytest -m slow
 
-explore: setup ## many more interleavings, schedules and tokens than `make test` (about two hours on two cores)
+explore: setup ## many more interleavings, schedules and tokens than `make test` (about an hour on two cores)
 	@CARD_EXPLORE=1 $(BIN)/python -m pytest -s -k "explor or planted or invariant or exact"
 
 check: setup ## lint, types, import contracts
