@@ -109,7 +109,7 @@ def test_sleeping_target_that_dies_comes_back(caplog: pytest.LogCaptureFixture) 
         generation = engine.submit(PROMPT, max_tokens=60, schedule="parallel")
         for count, _ in enumerate(generation):
             if count in (10, 40):
-                engine.driver._target.model = None  # type: ignore[attr-defined]
+                engine.driver._target.script = None  # type: ignore[attr-defined]
     assert tuple(piece.token_id for piece in generation._taken) == model.answer(PROMPT, 60)
     assert sum("a target step failed" in record.message for record in caplog.records) == 2
 
@@ -120,7 +120,7 @@ def test_sleeping_draft_that_dies_comes_back(caplog: pytest.LogCaptureFixture) -
         generation = engine.submit(PROMPT, max_tokens=200, schedule="parallel")
         for count, _ in enumerate(generation):
             if count == 20:
-                engine.drafters[0]._model = None  # type: ignore[assignment]
+                engine.drafters[0]._script = None  # type: ignore[assignment]
         assert tuple(piece.token_id for piece in generation._taken) == model.answer(PROMPT, 200)
         assert len(engine.drafters) == 2, "a second drafter was made"
         assert generation.stats is not None
