@@ -58,7 +58,5 @@ def test_chain_drafting_is_its_closed_form() -> None:
 
 def test_an_outcome_cache_hides_its_draft_while_outcomes_are_foreseen() -> None:
     costs = Costs.constant(5)
-    assert outcome_cache([TOP] * 6000, costs, 5).speedup(costs) == pytest.approx(5, rel=0.01), (
-        "six a round of six"
-    )
+    assert outcome_cache([TOP] * 6000, costs, 5).speedup(costs) == pytest.approx(5, rel=0.01), "six a round of six"
     assert outcome_cache([MISS] * 600, costs, 5).speedup(costs) == pytest.approx(5 / 11, rel=0.01), "drafting in vain"
