@@ -61,13 +61,11 @@ def losses(model: ModelRunner, prompt: list[int], answer: list[int]) -> tuple[to
     """Loss of each answer token and the model's own choice there, computed by decode steps of `ROWS` rows."""
     cache = model.open()
     model.prefill(cache, prompt[:-1])
-    inputs, loss, choice = [prompt[-1], *answer[:-1]], [], []
-    for start in range(0, len(inputs), ROWS):
-        chunk = inputs[start : start + ROWS]
-        logits = model.step(cache, chunk, [tuple(range(i + 1)) for i in range(len(chunk))]).float()
-        cache.keep(range(len(chunk)))
-        wanted = torch.tensor(answer[start : start + ROWS])
-        loss.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
+    loss, choice = [], []
+    for logits, wanted in zip(
+        model.follow(cache, [prompt[-1], *answer[:-1]]), torch.tensor(answer).split(ROWS), strict=True
+    ):
+        loss.append(torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none"))
         choice.append(logits.argmax(-1))
     return torch.cat(loss), torch.cat(choice)
 

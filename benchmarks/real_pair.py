@@ -41,7 +41,7 @@ def main() -> None:
         methods: dict[str, Callable[[list[int]], Answer]] = {}
         for name in args.methods:
             hf = name == "hf-generate"
-            methods[name] = transformers_loop(args) if hf else schedule(engine, name, args.max_tokens)
+            methods[name] = transformers_loop(args) if hf else schedule(engine, name, args.max_tokens, args.temperature)
         rows = measure(engine, methods, texts)
         print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
     report(rows, args)
@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
     parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of this engine's methods; seed 0")
     parser.add_argument("--methods", nargs="+", default=["plain", "auto"])
     parser.add_argument("--hf-tokens", type=int, default=32, help="tokens per prompt of transformers' loop")
     parser.add_argument("--hf-threads", type=int, default=2)
@@ -61,9 +62,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def schedule(engine: Engine, name: str, max_tokens: int) -> Callable[[list[int]], Answer]:
+def schedule(engine: Engine, name: str, max_tokens: int, temperature: float) -> Callable[[list[int]], Answer]:
     def run(prompt_ids: list[int]) -> Answer:
-        params = SamplingParams(max_tokens=max_tokens, schedule=name)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, schedule=name)  # type: ignore[arg-type]
         done = engine.submit(prompt_ids, params).result()
         s = done.stats
         notes = {

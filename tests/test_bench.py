@@ -106,5 +106,16 @@ def test_bench_simulates_over_traces_of_ones_own(tmp_path: Path, capsys: pytest.
 def test_bench_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--simulate", "--traces", str(tmp_path)]) == 2
     assert "holds no .json file" in capsys.readouterr().err
+    (tmp_path / "broken.json").write_text('[{"prompt_ids": [1]}]')
+    assert main(["bench", "--simulate", "--traces", str(tmp_path)]) == 2
+    assert "broken.json" in capsys.readouterr().err
+    (tmp_path / "broken.json").write_text("[]")
+    assert main(["bench", "--simulate", "--traces", str(tmp_path)]) == 2
+    assert "holds no text" in capsys.readouterr().err
+    for name, text in (("absent.jsonl", None), ("broken.jsonl", "{"), ("other.jsonl", '{"a": 1}'), ("empty.jsonl", "")):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        assert main(["bench", "--record", "x.json", "--prompts", str(tmp_path / name)]) == 2
+        assert name in capsys.readouterr().err
     assert main(["bench", "--record", "x.json"]) == 2
     assert "--prompts" in capsys.readouterr().err

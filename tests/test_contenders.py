@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -36,16 +37,19 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_contenders_give_the_known_table(name: str) -> None:
-    """Within 3 % in each of twelve cells."""
+def test_contenders_give_the_known_table(name: str, say: Callable[[str], None]) -> None:
+    """Within 3 % in each of twelve cells; the worst is printed."""
     contender, settings = CONTENDERS[name]
+    off: list[float] = []
     for (alpha, beta), rows in TABLE.items():
         paths: list[Path] = [iid_path(random.Random(seed), 10_000, alpha, beta) for seed in range(8)]
         for c, row in rows.items():
             costs = Costs.constant(c)
             setting = tune(contender, paths[:2], costs, settings)
             speedup = total(contender, paths, costs, setting).speedup(costs)
-            assert speedup == pytest.approx(row[NAMES.index(name)], rel=0.03), (alpha, c)
+            off.append(speedup / row[NAMES.index(name)] - 1)
+    say(f"{name}: worst of {len(off)} cells {100 * max(off, key=abs):+.1f} %")
+    assert max(map(abs, off)) <= 0.03
 
 
 def test_chain_drafting_is_its_closed_form() -> None:

@@ -37,11 +37,6 @@ class Shape:
 
     width: int = 64  # rows of a draft step
     branch: int = 1  # verified rows a layer: 1 = a chain of first choices, more = a tree with NEAR siblings
-    limit: int = DEEP  # deepest window sent to the target
-
-    def window(self, path: Path, start: int, lead: int) -> int:
-        """Depth of the window: all of the lead, within the limit, and never past the end of the text."""
-        return min(lead, self.limit, len(path) - start - 1)
 
 
 CHAIN, NARROW, TREE = Shape(), Shape(width=1), Shape(branch=4)
@@ -57,16 +52,18 @@ class Run:
     time: float = 0.0
     tokens: int = 0
     calls: int = 0
-    misses: int = 0
 
     def __add__(self, other: Run) -> Run:
-        return Run(
-            self.time + other.time, self.tokens + other.tokens, self.calls + other.calls, self.misses + other.misses
-        )
+        return Run(self.time + other.time, self.tokens + other.tokens, self.calls + other.calls)
 
     def speedup(self, costs: Costs) -> float:
         """Over autoregressive decoding: one call of one row for each token."""
         return self.tokens * costs.target(1) / self.time
+
+
+def window_at(path: Path, start: int, lead: int) -> int:
+    """Depth of a window: all of the lead, but not past the end of the text."""
+    return min(lead, len(path) - start - 1)
 
 
 def accepted(path: Path, start: int, depth: int, shape: Shape) -> int:
@@ -105,7 +102,7 @@ def sequential(path: Path, costs: Costs, shape: Shape, depth: int) -> Run:
     """In turn: `depth` draft steps, then one target call; nothing is kept for the next round."""
     at, time, calls = 0, 0.0, 0
     while at < len(path):
-        window = shape.window(path, at, depth)
+        window = window_at(path, at, depth)
         time += depth * costs.draft(shape.width) + costs.target(1 + window * shape.branch)
         at += accepted(path, at, window, shape) + 1
         calls += 1
@@ -115,21 +112,21 @@ def sequential(path: Path, costs: Costs, shape: Shape, depth: int) -> Run:
 def synchronous(path: Path, costs: Costs, shape: Shape, ratio: int) -> Run:
     """In lockstep: `ratio` (R) draft steps beside one target call, then an exchange.
 
-    A round lasts as long as the slower side.  It adds R layers to the lead, R - 1 after a miss (one step
-    goes to the new token).  The call verifies the lead that the round began with; the tokens it commits are
-    looked up in the tree with the new layers.  A hit keeps what survives under them; a miss leaves lead 0.
+    A round lasts as long as the slower side. It adds R layers to the lead, R - 1 after a miss (one step
+    goes to the new token). The call verifies the lead that the round began with; the tokens it commits are
+    looked up in the tree with the new layers. A hit keeps what survives under them; a miss leaves lead 0.
     """
-    at, time, calls, misses, lead, missed = 0, 0.0, 0, 0, 0, False
+    at, time, calls, lead, missed = 0, 0.0, 0, 0, False
     while at < len(path):
-        window = shape.window(path, at, lead)
+        window = window_at(path, at, lead)
         time += max(ratio * costs.draft(shape.width), costs.target(1 + window * shape.branch))
         count = accepted(path, at, window, shape) + 1
         layers = lead + ratio - missed
         life = descend(path, at, count, layers)
         missed = life is None
         lead = 0 if life is None else min(layers - count, life)
-        at, calls, misses = at + count, calls + 1, misses + missed
-    return Run(time, at, calls, misses)
+        at, calls = at + count, calls + 1
+    return Run(time, at, calls)
 
 
 @dataclass
@@ -156,7 +153,7 @@ class DraftClock:
     def correct(self, now: float, count: int, life: int | None) -> None:
         """Take `count` committed tokens, found with `life` (see `descend`) or missed.
 
-        If the branch outlives the tree, the step in flight counts.  If it was cut short, or on a miss, that
+        If the branch outlives the tree, the step in flight counts. If it was cut short, or on a miss, that
         step is lost: the next layer comes one step after the boundary, from the cut or from the new token.
         """
         if life is not None and life > self.lead - count:
@@ -170,24 +167,24 @@ class DraftClock:
 def asynchronous(path: Path, costs: Costs, shape: Shape, wait: int) -> Run:
     """Both run free: the draft makes a layer every step, the target calls on whatever lead there is.
 
-    Before a call, a lead below `wait` is waited for until it equals `wait` (0: never wait).  A miss costs
+    Before a call, a lead below `wait` is waited for until it equals `wait` (0: never wait). A miss costs
     the tree: the first new layer comes one draft step after it (one more if a step was in flight), and
     the target's next call starts at once, with an empty window unless it waits.
     """
     draft = DraftClock(costs.draft(shape.width))
-    at, now, calls, misses = 0, 0.0, 0, 0
+    at, now, calls = 0, 0.0, 0
     while at < len(path):
         if draft.lead < wait:
             now = max(now, draft.time_of(wait))
             draft.run_to(now)
-        window = shape.window(path, at, draft.lead)
+        window = window_at(path, at, draft.lead)
         now += costs.target(1 + window * shape.branch)
         draft.run_to(now)
         count = accepted(path, at, window, shape) + 1
         life = descend(path, at, count, draft.lead)
         draft.correct(now, count, life)
-        at, calls, misses = at + count, calls + 1, misses + (life is None)
-    return Run(now, at, calls, misses)
+        at, calls = at + count, calls + 1
+    return Run(now, at, calls)
 
 
 def chain_sd(path: Path, costs: Costs, depth: int) -> Run:
@@ -232,16 +229,16 @@ def outcome_cache(path: Path, costs: Costs, depth: int) -> Run:
     A round lasts as long as the slower side: the draft reads each chain and the outcome before it, in steps with a row
     for every outcome. After one that was not foreseen the chain is drafted in turn.
     """
-    at, time, calls, misses, ready = 0, 0.0, 0, 0, False
+    at, time, calls, ready = 0, 0.0, 0, False
     while at < len(path):
-        window = min(depth, len(path) - at - 1)
+        window = window_at(path, at, depth)
         if not ready:
             time += window * costs.draft(1)
         time += max((depth + 1) * costs.draft(OUTCOMES * (depth + 1)), costs.target(1 + window))
         count = accepted(path, at, window, CHAIN) + 1
         ready = path[at + count - 1].kind is not Kind.MISS
-        at, calls, misses = at + count, calls + 1, misses + (not ready)
-    return Run(time, at, calls, misses)
+        at, calls = at + count, calls + 1
+    return Run(time, at, calls)
 
 
 def plain(path: Path, costs: Costs, _: int) -> Run:

@@ -30,7 +30,7 @@ class Token(NamedTuple):
 
 
 class Path(Protocol):
-    """The target's text.  A plain list of tokens will do; a trace may decode them lazily."""
+    """The target's text. A plain list of tokens will do; a trace may decode them lazily."""
 
     def __len__(self) -> int: ...
 

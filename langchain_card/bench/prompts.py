@@ -6,14 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
+from langchain_card.config import check_range
+from langchain_card.errors import InvalidInputError
+
 OWN = Path(__file__).parent / "data" / "prompts.jsonl"
 """The project's own prompts."""
 
 
 def load(path: Path, count: int) -> list[str]:
-    """The first `count` prompts: `prompt`, `question`, `text` or the first of `turns`, whichever a row has."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return [_text(row) for row in rows[:count]]
+    """The first `count` prompts: `prompt`, `question`, `text` or the first of `turns`, whichever a row has.
+
+    Raises:
+        InvalidInputError: the file is not there, or holds something else, or nothing.
+    """
+    check_range("count", count, 1, 2**31)
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        texts = [_text(row) for row in rows[:count]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        hint = "each line is a JSON object with prompt, question, text or turns"
+        raise InvalidInputError("prompts", str(path), f"cannot be read ({error!r})", hint) from error
+    if not texts:
+        raise InvalidInputError("prompts", str(path), "holds no prompt")
+    return texts
 
 
 def _text(row: dict[str, Any]) -> str:

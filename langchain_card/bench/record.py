@@ -43,11 +43,7 @@ def along(draft: ModelRunner, prompt_ids: Sequence[int], token_ids: Sequence[int
     """The draft's logits [rows, vocabulary] before each of `token_ids`, some rows at a time."""
     cache = draft.open()
     draft.prefill(cache, prompt_ids[:-1])
-    rows = [prompt_ids[-1], *token_ids[:-1]]
-    for start in range(0, len(rows), draft.num_scratch):
-        chunk = rows[start : start + draft.num_scratch]
-        yield draft.step(cache, chunk, [tuple(range(i + 1)) for i in range(len(chunk))])
-        cache.keep(range(len(chunk)))
+    return draft.follow(cache, [prompt_ids[-1], *token_ids[:-1]])
 
 
 @contextlib.contextmanager

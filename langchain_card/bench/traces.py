@@ -16,6 +16,8 @@ from typing import TypeAlias
 
 from langchain_card.errors import InvalidInputError
 
+RECORD = "record one with `langchain-card bench --record FILE --prompts FILE`"
+
 Candidates: TypeAlias = tuple[tuple[int, float], ...]
 
 OFF_TEXT = 0
@@ -53,16 +55,26 @@ def save(traces: Sequence[Trace], path: Path) -> None:
 
 
 def load(path: Path) -> list[Trace]:
-    """Reads what `save` wrote."""
-    return [
-        Trace(
-            tuple(row["prompt_ids"]),
-            tuple(row["token_ids"]),
-            tuple(map(tuple, row["draft_ids"])),
-            tuple(map(tuple, row["draft_logs"])),
-        )
-        for row in json.loads(path.read_text())
-    ]
+    """Reads what `save` wrote.
+
+    Raises:
+        InvalidInputError: it did not write this, or no text.
+    """
+    try:
+        traces = [
+            Trace(
+                tuple(row["prompt_ids"]),
+                tuple(row["token_ids"]),
+                tuple(map(tuple, row["draft_ids"])),
+                tuple(map(tuple, row["draft_logs"])),
+            )
+            for row in json.loads(path.read_text())
+        ]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidInputError("traces", str(path), f"cannot be read ({error!r})", RECORD) from error
+    if not any(trace.token_ids for trace in traces):
+        raise InvalidInputError("traces", str(path), "holds no text", RECORD)
+    return traces
 
 
 def shipped(folder: Path | None = None) -> dict[str, list[Trace]]:
@@ -74,7 +86,7 @@ def shipped(folder: Path | None = None) -> dict[str, list[Trace]]:
     folder = folder or Path(__file__).parent / "data"
     files = sorted(folder.glob("*.json"))
     if not files:
-        raise InvalidInputError("--traces", str(folder), "holds no .json file", "record one with `bench --record FILE`")
+        raise InvalidInputError("--traces", str(folder), "holds no .json file", RECORD)
     return {file.stem: load(file) for file in files}
 
 

@@ -54,7 +54,10 @@ def _record(args: argparse.Namespace) -> None:
 
     def report(number: int, trace: Trace) -> None:
         first = sum(trace.rank(position) == 0 for position in range(len(trace.token_ids)))
-        print(f"{number} of {len(texts)}: {len(trace.token_ids)} tokens, {first} of them the draft's first choice")
+        print(
+            f"{number} of {len(texts)}: {len(trace.token_ids)} tokens, {first} of them the draft's first choice",
+            flush=True,
+        )
 
     save(record_all(EngineConfig(args.model, args.draft_model), texts, args.max_tokens, report), args.record)
 

@@ -80,20 +80,14 @@ class TargetWorker:
         return cache
 
     def _read(self, sequence: _Sequence) -> KVCache:
-        """Reads all but the last token: the prompt at once; an answer that goes on row by row, as it was written.
-
-        A row's bits do not depend on the other rows of a step, so the sequence continues exactly as it would have.
-        """
+        """Reads all but the last token: the prompt at once; an answer that goes on row by row, as it was written."""
         request, output_ids = sequence.begin.request, sequence.begin.output_ids
         sequence.sampler = Sampler(request.params, request.prompt_ids)
         sequence.sampler.commit(output_ids)
         cache = self._runner.open()
         self._runner.prefill(cache, request.prompt_ids[:-1])
-        rest = (request.prompt_ids[-1], *output_ids)[: len(output_ids)]
-        for start in range(0, len(rest), self._runner.num_scratch):
-            rows = rest[start : start + self._runner.num_scratch]
-            self._runner.step(cache, rows, [tuple(range(i + 1)) for i in range(len(rows))])
-            cache.keep(range(len(rows)))
+        for _ in self._runner.follow(cache, (request.prompt_ids[-1], *output_ids)[: len(output_ids)]):
+            pass
         return cache
 
 

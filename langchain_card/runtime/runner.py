@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,17 @@ class ModelRunner:
                 self.model.get_decoder(), chunk, range(cache.length, cache.length + len(chunk)), StepPlan(cache, slots)
             )
             cache.length += len(chunk)
+
+    def follow(self, cache: KVCache, token_ids: Sequence[int]) -> Iterator[Tensor]:
+        """Appends `token_ids` row by row, as decoding would: the bits are those of one step for each.
+
+        Yields:
+            Logits after each of the next tokens, [rows, vocabulary].
+        """
+        for start in range(0, len(token_ids), self.num_scratch):
+            rows = token_ids[start : start + self.num_scratch]
+            yield self.step(cache, rows, [tuple(range(i + 1)) for i in range(len(rows))])
+            cache.keep(range(len(rows)))
 
     @torch.inference_mode()
     def step(self, cache: KVCache, token_ids: Sequence[int], paths: Sequence[tuple[int, ...]]) -> Tensor:
