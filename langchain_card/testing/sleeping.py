@@ -32,12 +32,21 @@ from langchain_card.transports.thread import ThreadTransport
 
 
 class SleepingTarget(ToyTarget):
-    """A target whose passes take their time."""
+    """A target whose passes take their time.
+
+    Attributes:
+        taken: seconds that each pass took: the operating system wakes a sleeper late.
+    """
+
+    def __init__(self, model: ToyModel, step_time: StepTime) -> None:
+        super().__init__(model, step_time)
+        self.taken: list[float] = []
 
     def verify(self, windows: Sequence[m.Window]) -> list[m.Verdict]:
         """The scripted tokens, after a sleep."""
+        begun = time.perf_counter()
         verdicts = super().verify(windows)
-        time.sleep(sum(verdict.elapsed for verdict in verdicts))
+        self.taken.append(_sleep_until(begun, sum(verdict.elapsed for verdict in verdicts)))
         return verdicts
 
 
@@ -46,16 +55,27 @@ class SleepingDrafter(ToyDrafter):
 
     Attributes:
         stall: seconds that the next step takes longer.
+        taken: seconds that each step took.
     """
 
-    stall = 0.0
+    def __init__(self, model: ToyModel, step_time: StepTime) -> None:
+        super().__init__(model, step_time=step_time)
+        self.stall = 0.0
+        self.taken: list[float] = []
 
     def step(self, budgets: Sequence[Budget]) -> list[m.Proposal]:
         """The scripted candidates, after a sleep."""
+        begun = time.perf_counter()
         proposals = super().step(budgets)
         stall, self.stall = self.stall, 0.0
-        time.sleep(stall + sum(proposal.elapsed for proposal in proposals))
+        self.taken.append(_sleep_until(begun, stall + sum(proposal.elapsed for proposal in proposals)))
         return proposals
+
+
+def _sleep_until(begun: float, seconds: float) -> float:
+    """Sleeps the rest of a step that lasts `seconds`, its script included; the seconds that it took."""
+    time.sleep(max(0.0, begun + seconds - time.perf_counter()))
+    return time.perf_counter() - begun
 
 
 class SleepingEngine:
