@@ -63,7 +63,8 @@ def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: i
             break
     say(
         f"target {ratio * draft_ms} ms, draft {draft_ms} ms: {max(shares):.2f} of the virtual clock's "
-        f"tokens/s ({parallel / goal:.2f} had no sleeper been late); {max(speedups):.2f} times sequential ({theory:.2f} in theory)"
+        f"tokens/s ({parallel / goal:.2f} had no sleeper been late); "
+        f"{max(speedups):.2f} times sequential ({theory:.2f} in theory)"
     )
     assert max(shares) >= 0.9
     assert theory > 1 < max(speedups)
