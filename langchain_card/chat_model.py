@@ -104,7 +104,7 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
         return self
 
     def _engine_config(self) -> EngineConfig:
-        names = (field.name for field in fields(EngineConfig) if field.name != "limits")
+        names = (field.name for field in fields(EngineConfig) if field.name not in ("limits", "pins"))
         return EngineConfig(**{name: getattr(self, name) for name in names})
 
     # The engine's life.

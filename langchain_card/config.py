@@ -72,6 +72,26 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Pins:
+    """Choices that are made here and not by the controller; None leaves one to it.
+
+    Attributes:
+        draft_width: candidates that a step of a free-running draft expands.
+        window: rows of a verification, the last committed token included, if there are so many candidates.
+        lead: depth of candidates for which a round waits, or drafts, before it verifies.
+    """
+
+    draft_width: int | None = None
+    window: int | None = None
+    lead: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("draft_width", 1), ("window", 1), ("lead", 0)):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), low, 2**16)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Which weights run where. Equal configurations share one engine in a process.
 
@@ -86,6 +106,7 @@ class EngineConfig:
         ngram: look the answer's continuation up in prompt and answer as well, on the same tree.
         max_model_len: positions per sequence, prompt and answer together; None for the model's own, at most 8,192.
         limits: bounds for requests.
+        pins: choices that are not left to the controller.
     """
 
     model: str = "qwen2.5-coder-1.5b"
@@ -97,6 +118,7 @@ class EngineConfig:
     ngram: bool = True
     max_model_len: int | None = None
     limits: Limits = field(default_factory=Limits)
+    pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)

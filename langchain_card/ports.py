@@ -17,10 +17,12 @@ class Budget:
     Attributes:
         request_id: whose tree to grow.
         width: nodes to expand at most.
+        min_chance: chance of being reached below which a node is not expanded.
     """
 
     request_id: int
     width: int = 1
+    min_chance: float = 0.0
 
 
 class Drafter(Protocol):

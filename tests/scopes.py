@@ -15,8 +15,8 @@ WIDE = Limits(max_num_seqs=2, max_window=4, max_lead=3, max_tree_nodes=5, max_qu
 EXHAUSTIVE = [
     Scope("two requests", requests=2, max_tokens=3, limits=SMALL),
     Scope("two drafters", drafters=2, limits=SMALL),
-    Scope("a draft dies and comes back", max_tokens=4, faults={"kill": 2}, limits=WIDE),
-    Scope("a draft dies between two steps", max_tokens=4, top=0.9, widths=(1, 1), faults={"kill": 1}, limits=WIDE),
+    Scope("a draft dies and comes back", max_tokens=5, faults={"kill": 2}, limits=WIDE),
+    Scope("a draft dies between two steps", max_tokens=5, top=0.9, widths=(1, 1), faults={"kill": 1}, limits=WIDE),
     Scope("the target dies and comes back", max_tokens=4, faults={"kill target": 2}, limits=PATIENT),
     Scope("end of text", requests=2, max_tokens=3, eos=0, unpaced=True, limits=SMALL),
     Scope("a stop string", max_tokens=4, faults={"stop": 1, "kill": 1}, limits=SMALL),
@@ -30,8 +30,8 @@ EXHAUSTIVE = [
         may_fail=True,
         limits=SMALL,
     ),
-    Scope("lost and repeated messages", max_tokens=4, faults={"lose": 1, "repeat": 1}, limits=SMALL),
-    Scope("one after the other", max_tokens=5, schedule="sequential", faults={"kill": 1, "lose": 1}, limits=WIDE),
+    Scope("lost and repeated messages", max_tokens=5, faults={"lose": 1, "repeat": 1}, limits=SMALL),
+    Scope("one after the other", max_tokens=6, schedule="sequential", faults={"kill": 1, "lose": 1}, limits=WIDE),
     Scope(
         "one reader for two answers",
         requests=2,

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from rounds import coordinator, propose, run_round
 
-from langchain_card.config import Limits
+from langchain_card.config import Limits, Pins
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
-from langchain_card.core.controller import Controller, CostModel
+from langchain_card.core.controller import Controller, Load
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import walk
+from langchain_card.errors import InvalidInputError
 from langchain_card.testing import FixedPolicy
 
 
@@ -114,26 +115,70 @@ def test_waiting_requests_are_forgotten_when_stopped() -> None:
     assert not core.scheduler.waiting
 
 
+def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float], per_token: float) -> Controller:
+    """A controller that has seen these step times and one token in `per_token` seconds."""
+    policy, load = Controller(shared_device=schedule == "sequential"), Load(schedule)  # type: ignore[arg-type]
+    for nodes, elapsed in draft.items():
+        policy.saw_draft_step(load, nodes, elapsed)
+    for rows, elapsed in target.items():
+        policy.saw_pass(load, rows, 1, elapsed, per_token)
+    return policy
+
+
 def test_draft_steps_must_pay() -> None:
-    costs = CostModel()
-    assert costs.draft_pays(0.5), "nothing is known yet: measure"
-    costs.draft_step.add(0.06)
-    for rows, elapsed in ((1, 0.10), (4, 0.13), (8, 0.17), (1, 0.10), (4, 0.13)):
-        costs.observe_target(rows, elapsed)
-    costs.observe_round(1, 0.10)
-    assert costs.draft_pays(0.9) and not costs.draft_pays(0.5)
+    load = Load("sequential")
+    assert Controller(shared_device=True).draft_pays(load, [0.5], 0), "nothing is known yet: measure"
+    policy = learnt("sequential", {1: 0.06}, {1: 0.10, 4: 0.13, 8: 0.17}, 0.10)
+    assert policy.draft_pays(load, [0.9], 0) and not policy.draft_pays(load, [0.5], 0)
+    assert policy.draft_pays(load, [0.5, 0.45], 0), "several nodes a step count together"
+
+
+def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> None:
+    load = Load("parallel")
+    policy = learnt("parallel", {1: 0.01, 4: 0.01}, {1: 0.1, 9: 0.1}, 0.02)
+    assert policy.draft_pays(load, [0.9], 3) and not policy.draft_pays(load, [0.5], 3)
+    assert not policy.draft_pays(load, [0.9], 9), "ten layers a pass: the draft is the slower"
+    assert policy.patience(load) == pytest.approx(0.02)
+
+
+def test_a_node_is_expanded_when_its_row_costs_less_than_it_saves() -> None:
+    free = learnt("parallel", {1: 0.01, 5: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
+    dear = learnt("parallel", {1: 0.01, 5: 0.03}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
+    assert free.min_chance == 0.01 and dear.min_chance == pytest.approx(0.5)
+    assert free.widths == (Limits().max_draft_width,) * Limits().max_lead
+    missed = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=False)
+    assert missed.widths[:3] == (1, 1, Limits().max_draft_width), "narrow after a miss, then wide"
 
 
 def test_a_window_is_as_wide_as_its_rows_pay() -> None:
-    costs = CostModel()
-    assert costs.best_width([0.9, 0.1]) == 1, "nothing is known yet: the likely ones"
-    for rows, elapsed in ((1, 0.10), (4, 0.106), (8, 0.18)):
-        costs.observe_target(rows, elapsed)
-    costs.observe_round(1, 0.10)
-    assert costs.target_step(2) == pytest.approx(0.102) and costs.target_step(6) == pytest.approx(0.143)
-    assert costs.best_width([0.9, 0.05, 0.05, 0.05]) == 3, "rows are nearly free up to the knee"
-    assert costs.best_width([0.9, 0.8, 0.7, 0.6, 0.5, 0.1]) == 5, "behind it they must pay"
-    assert costs.best_width([0.01]) == 0
+    load = Load("sequential")
+    assert Controller(shared_device=True).windows(load, [[0.9, 0.1]]) == [1], "nothing is known yet: the likely ones"
+    policy = learnt("sequential", {}, {1: 0.10, 4: 0.106, 8: 0.18}, 0.10)
+    times = policy.costs["sequential", 1].target
+    assert times.at(2) == pytest.approx(0.102) and times.at(6) == pytest.approx(0.143)
+    assert policy.windows(load, [[0.9, 0.05, 0.05, 0.05]]) == [3], "rows are nearly free up to the knee"
+    assert policy.windows(load, [[0.9, 0.8, 0.7, 0.6, 0.5, 0.1]]) == [5], "behind it they must pay"
+    assert policy.windows(load, [[0.01]]) == [0]
+
+
+def test_requests_that_are_verified_together_compete_for_rows() -> None:
+    load = Load("parallel", 2)
+    policy = Controller(shared_device=False)
+    for rows, elapsed in ((2, 0.10), (4, 0.104), (6, 0.18)):
+        policy.saw_pass(load, rows, 2, elapsed, 0.10)
+    assert policy.windows(load, [[0.9, 0.8, 0.3], [0.2, 0.1]]) == [2, 0], "two rows are cheap, and go to the likely"
+    alone = Load("parallel", 1)
+    assert policy.windows(alone, [[0.9, 0.8, 0.3]]) == [3], "of one request alone nothing is known yet"
+
+
+def test_what_is_pinned_is_not_decided() -> None:
+    pinned = Controller(shared_device=False, pins=Pins(draft_width=3, window=2, lead=2))
+    load = Load("parallel")
+    assert set(pinned.leave(load, hit=True).widths) == {3}
+    assert pinned.windows(load, [[0.01, 0.01]]) == [1]
+    assert pinned.draft_pays(load, [0.01], 1) and not pinned.draft_pays(load, [0.99], 2)
+    with pytest.raises(InvalidInputError, match="draft_width"):
+        Pins(draft_width=0)
 
 
 def test_a_full_round_is_a_matter_of_a_millisecond(say: Callable[[str], None]) -> None:

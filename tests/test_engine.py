@@ -14,7 +14,7 @@ import tiny
 import torch
 from transformers import AutoTokenizer
 
-from langchain_card.config import EngineConfig
+from langchain_card.config import EngineConfig, Pins
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TargetWorker
@@ -152,7 +152,7 @@ def test_messages_hold_host_numbers_only(pair: tuple[str, str], schedule: str) -
 def test_a_draft_that_dies_costs_speed_only(
     pair: tuple[str, str], schedule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Engine(config(pair)) as engine, caplog.at_level(logging.CRITICAL):
+    with Engine(config(pair, pins=Pins(lead=2))) as engine, caplog.at_level(logging.CRITICAL):
         params = SamplingParams(max_tokens=40, schedule=schedule)  # type: ignore[arg-type]
         wanted = engine.submit(PROMPT, params).result().token_ids
         drafter = engine._driver.transports["model"]._worker.drafter  # type: ignore[attr-defined]

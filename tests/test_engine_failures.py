@@ -156,10 +156,10 @@ def test_a_draft_that_equals_the_target_is_always_right(
         return verify(self, windows)
 
     monkeypatch.setattr(TargetWorker, "verify", slow)
-    monkeypatch.setattr(Controller, "saw_token", lambda self, schedule, *, hit: hits.append(hit))
-    monkeypatch.setattr(Controller, "draft_pays", lambda self, schedule, chance: chance > 0.1)
-    monkeypatch.setattr(Controller, "window", lambda self, schedule, chances: len(chances))
-    monkeypatch.setattr(Controller, "patience", lambda self, schedule: 1.0)
+    monkeypatch.setattr(Controller, "saw_token", lambda self, *, hit: hits.append(hit))
+    monkeypatch.setattr(Controller, "draft_pays", lambda self, load, chances, lead: sum(chances) > 0.1)
+    monkeypatch.setattr(Controller, "windows", lambda self, load, chances: [*map(len, chances)])
+    monkeypatch.setattr(Controller, "patience", lambda self, load: 1.0)
     with Engine(config(pair, draft_model=pair[0])) as engine:
         for seed in range(3):
             done = engine.submit(PROMPT[seed:], SamplingParams(max_tokens=80, schedule=schedule)).result()  # type: ignore[arg-type]

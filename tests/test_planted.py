@@ -93,8 +93,8 @@ def test_planted_cache_not_shifted_after_a_hit(monkeypatch: Patch) -> None:
 
 def test_planted_window_off_by_one(monkeypatch: Patch) -> None:
     """A row more than the window or the answer has room for."""
-    old, new = "min(self.limits.max_window, left) - 1", "min(self.limits.max_window, left)"
-    monkeypatch.setattr(query.Query, "window", replaced(query.Query.window, old, new, query))
+    old, new = "min(self.limits.max_window, state.tokens_left) - 1", "min(self.limits.max_window, state.tokens_left)"
+    monkeypatch.setattr(query.Query, "_budget", replaced(query.Query._budget, old, new, query))
     caught("more rows|max_window|^assert", "two drafters")
 
 
@@ -164,7 +164,7 @@ def test_planted_sweep_without_renumbering(monkeypatch: Patch) -> None:
 
 def test_planted_the_target_waits_for_its_draft_for_ever(monkeypatch: Patch) -> None:
     """A lost message or a dead drafter stops the answer."""
-    monkeypatch.setattr(FixedPolicy, "patience", lambda self, schedule: math.inf)
+    monkeypatch.setattr(FixedPolicy, "patience", lambda self, load: math.inf)
     caught("no end can be reached|nothing can happen", "lost and repeated messages")
 
 

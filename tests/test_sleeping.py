@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from langchain_card.config import Limits
-from langchain_card.core.controller import Controller
+from langchain_card.core.controller import Controller, Load
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.testing import ToyDrafter, ToyModel, ToyTarget
 from langchain_card.testing.simulated import simulate
@@ -79,13 +79,13 @@ def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int, say: Calla
     model, seen = ToyModel(200, top=1.0, stated=0.99), []
     with SleepingEngine(model, lambda rows: ratio * 0.02, lambda rows: 0.02, Limits(max_draft_width=1)) as engine:
         query = engine.driver.coordinator.query
-        plan = query.window
+        plan = query.open_windows
 
-        def window(state: Any, step_id: int) -> Any:
-            seen.append(len(state.output_ids) + state.tree.lead())  # how far the draft has looked
-            return plan(state, step_id)
+        def windows(states: Any, *rest: Any) -> Any:
+            seen.append(len(states[0].output_ids) + states[0].tree.lead())  # how far the draft has looked
+            return plan(states, *rest)
 
-        query.window = window  # type: ignore[method-assign]
+        query.open_windows = windows  # type: ignore[method-assign]
         engine.submit(PROMPT, max_tokens=60, schedule="parallel").result()
     grown = [after - before for before, after in itertools.pairwise(seen[:6])]
     say(f"layers grown in each step of the target, ratio {ratio}: {grown}")
@@ -103,7 +103,7 @@ def test_sleeping_draft_that_stalls_holds_nobody_up(say: Callable[[str], None]) 
             if count == 30:
                 engine.drafters[0].stall, stalled_at = 5.0, times[-1]
         gaps = [later - earlier for earlier, later in itertools.pairwise(times) if later > stalled_at]
-        patience = engine.driver.coordinator.policy.patience("parallel")
+        patience = engine.driver.coordinator.policy.patience(Load("parallel"))
     assert tuple(piece.token_id for piece in generation._taken) == model.answer(PROMPT, 110)
     say(f"longest gap between tokens while the draft stalls: {1e3 * max(gaps):.0f} ms; patience {1e3 * patience:.0f}")
     assert times[-1] - stalled_at < 5.0, "the answer was finished while the draft stalled"

@@ -120,18 +120,32 @@ class CandidateTree:
             chances.append(math.exp(reached))
         return chosen, chances
 
-    def uncovered_chance(self, expanded: AbstractSet[int]) -> float:
-        """Chance that the target's tokens lead to the likeliest node outside `expanded`, and on to no known child."""
+    def open_chances(self, expanded: AbstractSet[int], width: int = 1, min_chance: float = 0.0) -> list[float]:
+        """Where a drafter would look next: the likeliest nodes outside `expanded`.
+
+        Args:
+            expanded: nodes under which it has looked.
+            width: nodes at most.
+            min_chance: chance of being reached at least.
+
+        Returns:
+            For each the chance that the target's tokens lead there, and on to no known child.
+        """
+        found: list[float] = []
         heap = [(0.0, self.root)]
-        while heap:
+        while heap and len(found) < width:
             negated, node = heapq.heappop(heap)
+            chance = math.exp(-negated)
+            if chance < min_chance:
+                break
             children = self._children[node].values()
             if node not in expanded:
                 covered = sum(math.exp(self.scores[child]) for child in children)
-                return math.exp(-negated) * max(0.0, 1.0 - covered)
+                found.append(chance * max(0.0, 1.0 - covered))
+                continue
             for child in children:
                 heapq.heappush(heap, (negated - self.scores[child], child))
-        return 0.0
+        return found
 
     def lead(self) -> int:
         """Depth of the deepest candidate below the root."""

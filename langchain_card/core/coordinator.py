@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Policy
+from langchain_card.core.passes import Pass
 from langchain_card.core.query import Query, Source, grant
 from langchain_card.core.request import FinishReason, Request, RequestState
 from langchain_card.core.scheduler import Scheduler
@@ -52,6 +53,7 @@ class Coordinator:
         self.draining = False
         self.stale = 0
         self._next_step_id = 0
+        self._pass = Pass()
 
     def copy(self) -> Coordinator:
         """An independent copy that shares the policy."""
@@ -99,17 +101,19 @@ class Coordinator:
             effects += self._begin(admitted, now)
         ready, until = [], math.inf
         for state in self.scheduler.verifiable():
-            effects += self.query.draft_first(state, now)
+            effects += self.query.draft_first(state, self.scheduler.load(state), now)
             if state.wait_until is not None and now < state.wait_until:
                 until = min(until, state.wait_until)
             else:
                 ready.append(state)
-        return [*effects, m.Verify(tuple(map(self._open_window, ready))) if ready else m.Wait(until)]
+        return [*effects, self._verify(ready, now) if ready else m.Wait(until)]
 
-    def _open_window(self, state: RequestState) -> m.Window:
-        state.window = self.query.window(state, self._next_step_id)
-        self._next_step_id += 1
-        return state.window
+    def _verify(self, states: Sequence[RequestState], now: float) -> m.Verify:
+        loads = [*map(self.scheduler.load, states)]
+        windows = self.query.open_windows(states, loads, self._next_step_id, now)
+        self._next_step_id += len(windows)
+        self._pass = Pass(windows, loads[0] if len(set(loads)) == 1 else None)
+        return m.Verify(tuple(windows))
 
     # Correct: what did the target decide?
 
@@ -126,9 +130,7 @@ class Coordinator:
         accepted = sources[: len(rows) - 1]
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
-        if state.last_commit is not None:
-            self.policy.saw_round(state.schedule, len(tokens), now - state.last_commit)
-        self.policy.saw_target_step(state.schedule, len(window.token_ids), verdict.elapsed)
+        self._pass.add(window.step_id, len(tokens), verdict.elapsed, state.last_commit).tell(self.policy, now)
         state.stats.add_round(len(window.token_ids), len(tokens), accepted, hit, verdict.elapsed, now)
         state.last_commit = now
         by = (*accepted, "")[: len(tokens)]
@@ -149,7 +151,7 @@ class Coordinator:
         drafted = any(state.tree.root in source.expanded for source in state.sources.values())
         hit = state.tree.advance(token)
         if drafted:
-            self.policy.saw_token(state.schedule, hit=hit)
+            self.policy.saw_token(hit=hit)
         return state.tree.sources[state.tree.root] if hit else ""
 
     def _correct(self, state: RequestState, name: str, *, hit: bool) -> list[m.Effect]:
@@ -157,10 +159,9 @@ class Coordinator:
         source, request_id = state.sources[name], state.request.request_id
         tokens = tuple(state.output_ids[source.applied_len :])
         source.credits, source.exhausted = 0, False
-        widths = self.policy.widths(state.schedule, hit=hit) if self.sources[name].paced else (1,)
-        widths = widths[: max(0, self.limits.max_lead - state.tree.lead())]
         effects: list[m.Effect] = [m.Correct(name, request_id, source.applied_len, tokens)]
-        return [*effects, grant(state, name, widths)] if widths else effects
+        leave = self.query.leave_at_once(state, name, self.scheduler.load(state), hit=hit)
+        return [*effects, grant(state, name, leave)] if leave.widths else effects
 
     def _grow(self, proposal: m.Proposal) -> list[m.Effect]:
         state = self.scheduler.running.get(proposal.request_id)
@@ -175,10 +176,11 @@ class Coordinator:
             # Else it answers leave that a correction has taken back.
             source.credits = max(0, source.credits - (proposal.steps if dropped is not None else 0))
             source.exhausted = dropped is None or not proposal.token_ids
-        if dropped is not None and proposal.elapsed:
-            state.stats.draft_busy += proposal.elapsed if state.output_ids else 0.0
-            if self.sources[proposal.source].paced:
-                self.policy.saw_draft_step(state.schedule, proposal.elapsed)
+            if state.schedule == "parallel":
+                state.wait_until = None  # the draft moves: whether to wait on is a new question
+        if dropped is not None and proposal.elapsed and self.sources[proposal.source].paced:
+            state.stats.add_draft_step(len(proposal.expanded), proposal.elapsed if state.output_ids else 0.0)
+            self.policy.saw_draft_step(self.scheduler.load(state), len(proposal.expanded), proposal.elapsed)
         return []
 
     # Requests come and go.

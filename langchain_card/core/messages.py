@@ -37,7 +37,7 @@ class Proposal:
         token_ids: [n].
         scores: [n] log of the estimated chance that the target picks the token after its parent.
         expanded: numbers of the nodes whose children are now all published.
-        elapsed: seconds of the step, prompt reading left out.
+        elapsed: seconds of the step, prompt reading left out; of one for several requests, this one's share.
         steps: credits that this answers.
         incarnation: of the `Begin` that this answers; the worker fills it in.
     """
@@ -93,7 +93,7 @@ class Verdict:
     Attributes:
         request_id, step_id: of the window.
         target_ids: [rows].
-        elapsed: seconds of the pass, prompt reading left out.
+        elapsed: seconds of the pass, prompt reading left out; of one for several requests, this one's share.
         logprobs: [rows] of the target's tokens; empty when the request wants none.
     """
 
@@ -237,11 +237,13 @@ class Grow:
 
     Attributes:
         widths: [steps] nodes that each step may expand.
+        min_chance: nodes that the target reaches with a smaller chance are not expanded.
     """
 
     worker: str
     request_id: int
     widths: tuple[int, ...]
+    min_chance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ spends a whole step on one token, where a few draft steps would have filled the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.controller import Policy
+from langchain_card.core.controller import Leave, Load, Policy
 from langchain_card.core.request import RequestState
 
 PROBE_ROUNDS = 16
@@ -45,33 +45,61 @@ class Query:
         self.limits = limits
         self.policy = policy
 
-    def draft_first(self, state: RequestState, now: float) -> list[m.Effect]:
-        """Grants draft steps that pay, and sets `wait_until` when the round shall wait for its draft."""
+    def draft_first(self, state: RequestState, load: Load, now: float) -> list[m.Effect]:
+        """Sets `wait_until` when the round shall wait for its draft, and grants the steps where none are under way."""
         paced = [name for name in state.sources if self.sources[name].paced]
-        waiting = any(state.sources[name].credits and not state.sources[name].exhausted for name in paced)
+        at_work = any(state.sources[name].credits and not state.sources[name].exhausted for name in paced)
         if not state.output_ids:
             return []  # the first token never waits
         if state.schedule == "parallel":
-            self._wait_for_lead(state, waiting, now)
+            worth = at_work and any(self._pays(state, name, load) for name in paced)
+            if not worth:
+                state.wait(now, None)
+            elif state.wait_until is None:
+                state.wait(now, now + self.policy.patience(load))
             return []
-        if waiting:
+        if at_work:
             return []
-        state.wait_until = None
-        grants: list[m.Effect] = []
-        for name in paced:
-            chance = self._chance_to_look(state, name)
-            if chance and (self.policy.draft_pays(state.schedule, chance) or self._probe_due(state, name)):
-                state.wait_until = now + self.policy.patience(state.schedule)
-                grants.append(grant(state, name, (1,)))
-        return grants
+        leave = self.policy.leave(load, hit=True)
+        grants = [grant(state, name, leave) for name in paced if self._pays(state, name, load)]
+        state.wait(now, now + self.policy.patience(load) if grants else None)
+        return [*grants]
 
-    def window(self, state: RequestState, step_id: int) -> m.Window:
-        """The last committed token and the candidates under it that pay."""
-        left = state.request.params.max_tokens - len(state.output_ids)
-        budget = min(self.limits.max_window, left) - 1 if state.sources and not state.failures else 0
-        candidates, chances = state.tree.best_subtree(budget)
-        width = self.policy.window(state.schedule, chances) if candidates else 0
-        nodes = [state.tree.root, *candidates[:width]]
+    def leave_at_once(self, state: RequestState, name: str, load: Load, *, hit: bool) -> Leave:
+        """The draft steps that come with a correction, up to the largest lead; none where they are granted singly."""
+        if not self.sources[name].paced:
+            leave = Leave((1,))
+        elif load.schedule == "parallel":
+            leave = self.policy.leave(load, hit=hit)
+        else:
+            return Leave()
+        return leave._replace(widths=leave.widths[: max(0, self.limits.max_lead - state.tree.lead())])
+
+    def open_windows(
+        self, states: Sequence[RequestState], loads: Sequence[Load], step_id: int, now: float
+    ) -> list[m.Window]:
+        """For each request the last committed token and the candidates under it that pay."""
+        found = [self._candidates(state) for state in states]
+        widths = [0] * len(states)
+        for load in set(loads):
+            group = [i for i, other in enumerate(loads) if other == load]
+            for i, width in zip(group, self.policy.windows(load, [found[i][1] for i in group]), strict=True):
+                widths[i] = width
+        windows = []
+        for i, (state, (nodes, _), width) in enumerate(zip(states, found, widths, strict=True)):
+            state.wait(now, None)
+            state.window = self._window(state, nodes[:width], step_id + i)
+            windows.append(state.window)
+        return windows
+
+    def _candidates(self, state: RequestState) -> tuple[list[int], list[float]]:
+        return state.tree.best_subtree(self._budget(state))
+
+    def _budget(self, state: RequestState) -> int:
+        return min(self.limits.max_window, state.tokens_left) - 1 if state.sources and not state.failures else 0
+
+    def _window(self, state: RequestState, candidates: Sequence[int], step_id: int) -> m.Window:
+        nodes = [state.tree.root, *candidates]
         row = {node: i for i, node in enumerate(nodes)}
         return m.Window(
             request_id=state.request.request_id,
@@ -82,25 +110,27 @@ class Query:
             kept_rows=state.kept_rows,
         )
 
-    def _wait_for_lead(self, state: RequestState, draft_works: bool, now: float) -> None:
-        if not draft_works or state.tree.children(state.tree.root):
-            state.wait_until = None
-        elif state.wait_until is None:
-            state.wait_until = now + self.policy.patience(state.schedule)
-
-    def _chance_to_look(self, state: RequestState, name: str) -> float:
-        """Chance that the target gets where this drafter would look next and finds no candidate there yet."""
-        source = state.sources[name]
-        if source.exhausted or state.tree.lead() >= self.limits.max_lead:
-            return 0.0
-        return state.tree.uncovered_chance(source.expanded)
+    def _pays(self, state: RequestState, name: str, load: Load) -> bool:
+        source, lead, budget = state.sources[name], state.tree.lead(), self._budget(state)
+        if source.exhausted or not budget or lead >= min(self.limits.max_lead, state.tokens_left - 1):
+            return False
+        leave = self.policy.leave(load, hit=True)
+        chances = state.tree.open_chances(source.expanded, leave.widths[-1], leave.min_chance)
+        _, verified = self._candidates(state)
+        if len(verified) == budget:  # what comes takes the place of the least likely
+            chances = [chance - verified[-1] for chance in chances if chance > verified[-1]]
+        if not any(chances):
+            return False
+        return self.policy.draft_pays(load, chances, lead) or (
+            load.schedule == "sequential" and self._probe_due(state, name)
+        )
 
     def _probe_due(self, state: RequestState, name: str) -> bool:
         """Now and then a step is taken that does not seem to pay, or costs measured in a bad moment would stand."""
         return state.stats.rounds % PROBE_ROUNDS == 0 and state.tree.root not in state.sources[name].expanded
 
 
-def grant(state: RequestState, name: str, widths: tuple[int, ...]) -> m.Grow:
-    """Leave for as many draft steps as there are widths."""
-    state.sources[name].credits += len(widths)
-    return m.Grow(name, state.request.request_id, widths)
+def grant(state: RequestState, name: str, leave: Leave) -> m.Grow:
+    """Gives leave for draft steps."""
+    state.sources[name].credits += len(leave.widths)
+    return m.Grow(name, state.request.request_id, leave.widths, leave.min_chance)

@@ -121,6 +121,8 @@ class RequestStats:
         dropped: proposed candidates that arrived under a dead branch or an old epoch.
         target_busy: seconds in target steps after the first token.
         draft_busy: seconds in draft steps after the first token.
+        draft_steps, draft_nodes: steps of drafts that cost time, and candidates that they expanded.
+        waited: seconds that rounds waited for their draft.
         submitted, started, first_token, ended: times.
     """
 
@@ -134,6 +136,9 @@ class RequestStats:
     dropped: int = 0
     target_busy: float = 0.0
     draft_busy: float = 0.0
+    draft_steps: int = 0
+    draft_nodes: int = 0
+    waited: float = 0.0
     submitted: float = 0.0
     started: float = 0.0
     first_token: float = 0.0
@@ -152,6 +157,12 @@ class RequestStats:
         self.hits += hit
         for name in accepted:
             self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
+
+    def add_draft_step(self, nodes: int, elapsed: float) -> None:
+        """Counts a step of a draft that expanded `nodes` candidates."""
+        self.draft_steps += 1
+        self.draft_nodes += nodes
+        self.draft_busy += elapsed
 
     @property
     def mean_accepted_length(self) -> float:
@@ -194,6 +205,7 @@ class RequestState:
         window: the verification in flight, or None.
         kept_rows: rows of the last window that were committed; the next window carries them to the target.
         wait_until: until when a round may wait for its draft, or None.
+        wait_since: since when it waits, or None.
         paused: its consumer reads too slowly.
         failures: target steps in a row that failed with it.
         incarnation: how often it was begun.
@@ -209,6 +221,7 @@ class RequestState:
     window: Window | None = None
     kept_rows: tuple[int, ...] = ()
     wait_until: float | None = None
+    wait_since: float | None = None
     paused: bool = False
     failures: int = 0
     incarnation: int = 0
@@ -220,6 +233,18 @@ class RequestState:
         schedule = request.params.schedule
         stats = RequestStats(schedule=schedule, submitted=now, started=now, first_token=now, ended=now)
         return cls(request, CandidateTree(request.prompt_ids[-1]), schedule, stats)
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more the answer may have."""
+        return self.request.params.max_tokens - len(self.output_ids)
+
+    def wait(self, now: float, until: float | None) -> None:
+        """Lets the round wait for its draft from now on, or no longer."""
+        if until is None and self.wait_since is not None:
+            self.stats.waited += now - self.wait_since
+        self.wait_since = None if until is None else self.wait_since if self.wait_since is not None else now
+        self.wait_until = until
 
     def copy(self) -> RequestState:
         """An independent copy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from langchain_card.config import Limits
+from langchain_card.core.controller import Load
 from langchain_card.core.request import RequestState
 
 
@@ -65,6 +66,10 @@ class Scheduler:
         """Requests that may be verified; one with which the target failed is tried alone."""
         states = [state for state in self.running.values() if state.window is None and not state.paused]
         return next(([state] for state in states if state.failures), states)
+
+    def load(self, state: RequestState) -> Load:
+        """What the policy is asked about where it decides for this request."""
+        return Load(state.schedule, len(self.running))
 
     def unpause(self) -> None:
         """Lets every request go on, whether its consumer reads or not."""

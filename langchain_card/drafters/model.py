@@ -121,7 +121,7 @@ class ModelDrafter:
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """One forward pass per request; a proposal without nodes when its tree cannot grow."""
         return [
-            self._step(budget.request_id, self._sequences[budget.request_id], budget.width)
+            self._step(budget, self._sequences[budget.request_id])
             for budget in budgets
             if budget.request_id in self._sequences
         ]
@@ -134,12 +134,12 @@ class ModelDrafter:
         """Frees every sequence."""
         self._sequences.clear()
 
-    def _step(self, request_id: int, sequence: _Sequence, width: int) -> Proposal:
-        tree = sequence.tree
+    def _step(self, budget: Budget, sequence: _Sequence) -> Proposal:
+        tree, request_id = sequence.tree, budget.request_id
         if len(tree.prompt_ids) + len(tree.output_ids) + self._runner.num_scratch > self._runner.max_len:
             return tree.publish(self.name, request_id, 0.0)  # the text is longer than the draft's context
         cache = sequence.cache = sequence.cache or self._runner.open()
-        nodes = tree.choose(width)
+        nodes = tree.choose(budget.width, budget.min_chance)
         unread = sequence.unread()
         if len(unread) > CATCH_UP_ROWS:
             self._runner.prefill(cache, unread[:-1])

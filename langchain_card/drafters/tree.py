@@ -7,6 +7,8 @@ not drops the tree and starts a new epoch at the last committed token.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -86,11 +88,13 @@ class DraftTree:
             self._re_root(node)
         return Applied(new, slots, ranks)
 
-    def choose(self, width: int) -> list[int]:
-        """The likeliest open nodes, at most `width`; the root alone while it is open."""
+    def choose(self, width: int, min_chance: float = 0.0) -> list[int]:
+        """The likeliest open nodes, at most `width`, that are reached with `min_chance`; the root while it is open."""
         if self.root in self.open:
             return [self.root]
-        return sorted(self.open, key=lambda node: (-self.scores[node], node))[: min(width, len(self.free_slots))]
+        least = self.scores[self.root] + math.log(min_chance) if min_chance else -math.inf
+        likely = [(-self.scores[node], node) for node in self.open if self.scores[node] >= least]
+        return [node for _, node in heapq.nsmallest(min(width, len(self.free_slots)), likely)]
 
     def path(self, node: int) -> list[int]:
         """Nodes from the first one below the root down to `node`."""

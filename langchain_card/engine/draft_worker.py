@@ -23,6 +23,7 @@ class DraftWorker:
     Attributes:
         begun: the `Begin` in force of every open request, by id.
         leave: widths of the steps that may still be taken, by request id.
+        min_chance: what the nodes that they expand must have, by request id.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class DraftWorker:
         self._turn = threading.Lock()
         self.begun: dict[int, Begin] = {}
         self.leave: dict[int, tuple[int, ...]] = {}
+        self.min_chance: dict[int, float] = {}
 
     def handle(self, command: DraftCommand) -> None:
         """Applies one command; one for a request that is not open is ignored."""
@@ -50,12 +52,12 @@ class DraftWorker:
         with self._turn:
             self._apply(command)
             while widths := self.leave.get(command.request_id):
-                self._step([Budget(command.request_id, widths[0])])
+                self._step([self._budget(command.request_id, widths)])
 
     def step(self) -> bool:
         """One step for every request that has leave; False when none has."""
         with self._turn:
-            budgets = [Budget(request_id, widths[0]) for request_id, widths in self.leave.items() if widths]
+            budgets = [self._budget(request_id, widths) for request_id, widths in self.leave.items() if widths]
             if budgets:
                 self._step(budgets)
             return bool(budgets)
@@ -70,9 +72,14 @@ class DraftWorker:
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
                 self.leave[request_id] += widths
+                self.min_chance[request_id] = command.min_chance
             case End(_, request_id) if request_id in self.begun:
                 del self.leave[request_id], self.begun[request_id]
+                self.min_chance.pop(request_id, None)
                 self.drafter.end(request_id)
+
+    def _budget(self, request_id: int, widths: tuple[int, ...]) -> Budget:
+        return Budget(request_id, widths[0], self.min_chance[request_id])
 
     def _step(self, budgets: list[Budget]) -> None:
         for budget in budgets:

@@ -129,7 +129,8 @@ class Driver:
         for effect in effects:
             match effect:
                 case m.Verify(windows):
-                    for event in self._verify(windows):
+                    verified = [*self._verify(windows)]
+                    for event in (*self._arrived(), *verified):  # what was proposed meanwhile may be a hit
                         self._perform(self.coordinator.handle(event))
                 case m.Emit():
                     if self._emit(effect):

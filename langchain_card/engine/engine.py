@@ -92,7 +92,8 @@ class Engine:
 
         shared = pair.draft is None or pair.draft.device == pair.target.device
         sources = [Source(name, paced=name == "model") for name in makers]
-        coordinator = Coordinator(sources, limits, Controller(shared_device=shared, limits=limits), pair.vocab_size)
+        policy = Controller(shared_device=shared, limits=limits, pins=self.config.pins)
+        coordinator = Coordinator(sources, limits, policy, pair.vocab_size)
         transports = {name: functools.partial(_transport, make, threads=threads) for name, make in makers.items()}
         devices = {"target": str(models[0].device)}
         if pair.draft is not None:

@@ -32,6 +32,7 @@ class Draft:
         copied.alive = self.alive
         copied.worker.begun |= self.worker.begun
         copied.worker.leave |= self.worker.leave
+        copied.worker.min_chance |= self.worker.min_chance
         copied.inbox += self.inbox
         copied.outbox += self.outbox
         return copied

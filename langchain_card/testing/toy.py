@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from langchain_card.config import Schedule
+from langchain_card.core.controller import Leave, Load
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
 from langchain_card.core.request import Request
 from langchain_card.drafters.tree import DraftTree
@@ -113,9 +114,11 @@ class ToyTarget:
 
     def verify(self, windows: Sequence[Window]) -> list[Verdict]:
         """The scripted token after every row; checks that the window continues what the KV holds."""
-        return [self._verify(window) for window in windows]
+        rows = sum(len(window.token_ids) for window in windows)
+        per_row = self.step_time(rows) / rows if rows else 0.0
+        return [self._verify(window, per_row * len(window.token_ids)) for window in windows]
 
-    def _verify(self, window: Window) -> Verdict:
+    def _verify(self, window: Window, elapsed: float) -> Verdict:
         request_id = window.request_id
         last = self._last.get(request_id)
         if last is not None and len(self._kv[request_id]) < window.start_position:
@@ -126,7 +129,6 @@ class ToyTarget:
         prefixes: list[tuple[int, ...]] = []
         for token, parent in zip(window.token_ids, window.parents):  # noqa: B905
             prefixes.append((*(kv if parent < 0 else prefixes[parent]), token))
-        elapsed = self.step_time(len(window.token_ids))
         return Verdict(request_id, window.step_id, tuple(map(self.script.target_token, prefixes)), elapsed)
 
 
@@ -181,7 +183,14 @@ class ToyDrafter:
         """
         if self.out_of_memory:
             raise MemoryError
-        return [self._step(budget) for budget in budgets if budget.request_id in self.trees]
+        budgets = [budget for budget in budgets if budget.request_id in self.trees]
+        chosen = [self.trees[budget.request_id].choose(budget.width, budget.min_chance) for budget in budgets]
+        count = sum(map(len, chosen))
+        per_node = self.step_time(count) / count if count else 0.0
+        return [
+            self._step(budget.request_id, nodes, per_node * len(nodes))
+            for budget, nodes in zip(budgets, chosen, strict=True)
+        ]
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
@@ -191,15 +200,14 @@ class ToyDrafter:
         """Frees everything."""
         self.trees.clear()
 
-    def _step(self, budget: Budget) -> Proposal:
-        tree = self.trees[budget.request_id]
-        nodes = tree.choose(budget.width)
+    def _step(self, request_id: int, nodes: Sequence[int], elapsed: float) -> Proposal:
+        tree = self.trees[request_id]
         for node in nodes:
             if node != tree.root:
                 tree.place(node)
             found = self._script.candidates(self._prefix(tree, node), self._number)
             tree.expand(node, [token for token, _ in found], [score for _, score in found])
-        return tree.publish(self.name, budget.request_id, self.step_time(len(nodes)))
+        return tree.publish(self.name, request_id, elapsed)
 
     def _prefix(self, tree: DraftTree, node: int) -> tuple[int, ...]:
         return (*tree.prompt_ids, *tree.output_ids, *(tree.tokens[above] for above in tree.path(node)))
@@ -220,30 +228,27 @@ class FixedPolicy:
         """The asked one."""
         return asked if has_drafters else "plain"
 
-    def widths(self, schedule: Schedule, *, hit: bool) -> tuple[int, ...]:
-        """The fixed ones."""
-        return self._widths if schedule == "parallel" else ()
+    def leave(self, load: Load, *, hit: bool) -> Leave:
+        """The fixed ones; one where they are granted singly."""
+        return Leave(self._widths if load.schedule == "parallel" else (1,))
 
-    def draft_pays(self, schedule: Schedule, chance: float) -> bool:
-        """Always."""
-        return True
+    def draft_pays(self, load: Load, chances: Sequence[float], lead: int) -> bool:
+        """As the schedule has it: drafting singly always, waiting for the first candidate only."""
+        return load.schedule != "parallel" or not lead
 
-    def window(self, schedule: Schedule, chances: Sequence[float]) -> int:
+    def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
         """All of them."""
-        return len(chances)
+        return [*map(len, chances)]
 
-    def patience(self, schedule: Schedule) -> float:
+    def patience(self, load: Load) -> float:
         """The fixed one."""
         return self._patience
 
-    def saw_round(self, schedule: Schedule, tokens: int, elapsed: float) -> None:
+    def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
         """Ignored."""
 
-    def saw_target_step(self, schedule: Schedule, rows: int, elapsed: float) -> None:
+    def saw_draft_step(self, load: Load, nodes: int, elapsed: float) -> None:
         """Ignored."""
 
-    def saw_draft_step(self, schedule: Schedule, elapsed: float) -> None:
-        """Ignored."""
-
-    def saw_token(self, schedule: Schedule, *, hit: bool) -> None:
+    def saw_token(self, *, hit: bool) -> None:
         """Ignored."""
