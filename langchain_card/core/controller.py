@@ -6,6 +6,7 @@ when it brings more than `t / seconds per token` tokens. Decisions depend on wha
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,15 @@ from langchain_card.config import Limits, Pins, Schedule
 
 DECAY = 0.9
 """Weight of the past against one new observation."""
+
+SPEED_DECAY = 0.8
+"""The same for the speed of a device, which may change at once."""
+
+SIZE_DECAY = 0.98
+"""The same for how much longer one size of step takes than another, which hardly changes."""
+
+MAX_SURPRISE = 2.0
+"""A step that takes so many times longer than was expected, or more, counts as so many."""
 
 ROW_COST = 0.05
 """Share of a step that one more row is taken to cost where nothing was measured."""
@@ -52,53 +62,73 @@ class Leave(NamedTuple):
 
 
 class Mean:
-    """A decaying mean: a new observation counts 1 - DECAY, the first ones more.
+    """A decaying mean: a new observation counts 1 - decay, the first ones more.
 
     Attributes:
         value: the mean; at first the prior.
         weight: how many observations stand behind it; at first those that the prior is worth.
     """
 
-    __slots__ = ("value", "weight")
+    __slots__ = ("_decay", "value", "weight")
 
-    def __init__(self, prior: float = 0.0, weight: float = 0.0) -> None:
+    def __init__(self, prior: float = 0.0, weight: float = 0.0, decay: float = DECAY) -> None:
         self.value = prior
         self.weight = weight
+        self._decay = decay
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Takes one observation in."""
-        self.weight = self.weight * DECAY + weight
+        self.weight = self.weight * self._decay + weight
         self.value += (value - self.value) * weight / self.weight
 
 
 class StepTimes:
-    """Measured seconds of a step by its number of rows."""
+    """Measured seconds of a step by its number of rows.
+
+    Two sizes an octave are told apart. What they have in common, the speed, is followed at once: when the device slows
+    down, every size is known to take longer, whether it was seen since or not.
+    """
 
     def __init__(self) -> None:
-        self._means: dict[int, Mean] = {}
+        self._speed = 1.0
+        self._sizes: dict[int, tuple[Mean, Mean]] = {}
+        self._points: list[tuple[float, float]] = []
 
     def observe(self, rows: int, elapsed: float) -> None:
         """A step over `rows` rows took `elapsed` seconds."""
-        self._means.setdefault(rows, Mean()).add(elapsed)
+        if _size(rows) in self._sizes and (expected := self.at(rows)) > 0:
+            surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
+            self._speed *= 1 + (surprise - 1) * (1 - SPEED_DECAY)
+        size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
+        size.add(rows)
+        seconds.add(elapsed / self._speed)
+        self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
 
     def at(self, rows: int = 1) -> float:
-        """Seconds over `rows` rows: measured, or on the line between or beyond measured ones; 0 if nothing was."""
-        if rows in self._means:
-            return self._means[rows].value
-        below = max((n for n in self._means if n < rows), default=None)
-        above = min((n for n in self._means if n > rows), default=None)
-        if below is None:
-            return self._means[above].value if above is not None else 0.0
-        base = self._means[below].value
-        slope = self.row_cost() if above is None else (self._means[above].value - base) / (above - below)
-        return base + max(slope, 0.0) * (rows - below)
+        """Seconds over `rows` rows: on the line between or beyond measured sizes; 0 if nothing was measured."""
+        points = self._points
+        if not points or rows <= points[0][0]:
+            return self._speed * points[0][1] if points else 0.0
+        i = bisect.bisect_left(points, (rows, 0.0))
+        (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
+        slope = (high - low) / (many - few) if many > few else self._slope()
+        return self._speed * (low + max(slope, 0.0) * (rows - few))
 
     def row_cost(self) -> float:
         """Seconds that one more row adds: measured over the sizes that were tried, else a guess."""
-        few, many = min(self._means, default=1), max(self._means, default=1)
-        if few == many:
-            return ROW_COST * self.at(few)
-        return max(0.0, self._means[many].value - self._means[few].value) / (many - few)
+        return self._speed * self._slope()
+
+    def _slope(self) -> float:
+        if not self._points:
+            return 0.0
+        (few, low), (many, high) = self._points[0], self._points[-1]
+        return max(0.0, high - low) / (many - few) if many > few else ROW_COST * low
+
+
+def _size(rows: int) -> int:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: the largest that is not above `rows`."""
+    power = 1 << rows.bit_length() - 1
+    return power + power // 2 if rows >= power + power // 2 else power
 
 
 class CostModel:
