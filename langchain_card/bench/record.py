@@ -11,13 +11,11 @@ from torch import Tensor
 from langchain_card.bench.traces import Trace
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
+from langchain_card.drafters.tree import NUM_CHILDREN
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.runtime.loader import ModelSpec, acquire_model, release_model, resolve
 from langchain_card.runtime.runner import ModelRunner
-
-NUM_CHILDREN = 16
-"""Tokens recorded at each position."""
 
 
 def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_tokens: int) -> Trace:

@@ -9,11 +9,13 @@ is how its score competes with those of others for steps and rows.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from langchain_card.drafters.tree import MIN_CHANCE, NUM_CHILDREN
 from langchain_card.errors import InvalidInputError
 
 RECORD = "record one with `langchain-card bench --record FILE --prompts FILE`"
@@ -96,13 +98,11 @@ class TraceScript:
     Args:
         trace: to replay.
         pool: traces of the same kind of text, for what is off the text.
-        num_children: tokens that the draft proposes at each place.
     """
 
-    def __init__(self, trace: Trace, pool: Sequence[Trace], num_children: int = 4) -> None:
+    def __init__(self, trace: Trace, pool: Sequence[Trace]) -> None:
         self._text = (*trace.prompt_ids, *trace.token_ids)
         self._num_prompt = len(trace.prompt_ids)
-        self._num_children = num_children
         self._recorded = _candidates(trace)
         self._elsewhere = [candidates for other in pool for candidates in _candidates(other)]
 
@@ -115,11 +115,15 @@ class TraceScript:
         """Tokens that the draft proposes after `prefix`, likeliest first, with log chances."""
         length = len(prefix)
         if length < len(self._text) and prefix == self._text[:length]:
-            found = self._recorded[length - self._num_prompt]
-        else:
-            found = self._elsewhere[hash(prefix) % len(self._elsewhere)]
-        return found[: self._num_children]
+            return self._recorded[length - self._num_prompt]
+        return self._elsewhere[hash(prefix) % len(self._elsewhere)]
 
 
 def _candidates(trace: Trace) -> list[Candidates]:
-    return [tuple(zip(ids, logs, strict=True)) for ids, logs in zip(trace.draft_ids, trace.draft_logs, strict=True)]
+    """What the drafter publishes at each position."""
+    least = math.log(MIN_CHANCE)
+    return [
+        tuple((token, log) for token, log in zip(ids[:NUM_CHILDREN], logs, strict=False) if log >= least)
+        or ((ids[0], logs[0]),)
+        for ids, logs in zip(trace.draft_ids, trace.draft_logs, strict=True)
+    ]

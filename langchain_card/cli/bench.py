@@ -1,4 +1,4 @@
-"""`langchain-card bench --simulate | --record`."""
+"""`langchain-card bench --simulate | --record | --steps`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from langchain_card.bench.contest import Row
     from langchain_card.bench.traces import Trace
 
-RATIOS = (1, 2, 4, 8, 16, 32, 64)
-"""Target step / draft step."""
-
 
 def register(subparsers: Any) -> None:
     """Add `bench`."""
@@ -22,10 +19,15 @@ def register(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--simulate", action="store_true", help="the contest over recorded traces")
     what.add_argument("--record", type=Path, metavar="FILE", help="record a pair's traces into FILE")
+    what.add_argument("--steps", type=Path, metavar="FILE", help="measure a pair's step times here into FILE")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="traces of your own, one JSON file a kind of text")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows of the contest")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the contest (needs the extra `bench`)")
+    parser.add_argument("--ratios", type=float, nargs="+", metavar="C", help="target pass / draft step (1 to 64)")
+    parser.add_argument("--gpu", default="h200", help="step times where each model has its device: a name or a file")
+    parser.add_argument("--cpu", default="cpu", help="step times where they share one")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="what to ask when recording: JSON lines")
-    parser.add_argument("--count", type=int, default=8, help="prompts to record (8)")
+    parser.add_argument("--count", type=int, default=8, help="prompts to record, or steps of each size (8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each recorded answer (128)")
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
     parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b")
@@ -33,9 +35,11 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record or simulate."""
+    """Record, measure or simulate."""
     if args.record is not None:
         _record(args)
+    elif args.steps is not None:
+        _measure(args)
     else:
         _simulate(args)
     return 0
@@ -63,19 +67,33 @@ def _record(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    from langchain_card.bench.contest import contest
+    from langchain_card.bench.changes import CHANGE_RATIO, changes
+    from langchain_card.bench.contest import RATIOS, contest
+    from langchain_card.bench.devices import load_device
     from langchain_card.bench.traces import shipped
-    from langchain_card.config import Limits
 
+    if args.plot is not None:
+        from langchain_card.bench.plot import plot  # fails before the work, where matplotlib is not there
     rows: list[Row] = []
-    for name, traces in shipped(args.traces).items():
-        tokens = sum(len(trace.token_ids) for trace in traces)
-        print(f"\n{name}: {len(traces)} texts, {tokens} tokens; times plain decoding", flush=True)
-        for row in contest(name, traces, RATIOS, Limits()):
-            if not rows or (row.trace, row.c) != (rows[-1].trace, rows[-1].c):
-                print(f"  c {row.c:<3g} ceiling {row.ceiling:5.2f}", end="")
-            print(f"  {row.method} {row.speedup:.2f}", end="\n" if row.method == "card" else "", flush=True)
-            rows.append(row)
+    kinds, gpu, cpu = shipped(args.traces), load_device(args.gpu), load_device(args.cpu)
+    for name, traces in kinds.items():
+        print(f"{name}: {len(traces)} texts, {sum(len(trace.token_ids) for trace in traces)} tokens", flush=True)
+    print(f"{gpu.name}: {gpu.source}\n{cpu.name}: {cpu.source}\nall figures are times plain decoding", flush=True)
+    for cell in contest(kinds, gpu, cpu, args.ratios or RATIOS):
+        figures = "  ".join(f"{row.method} {row.speedup:.2f}" for row in cell)
+        print(f"{cell[0].trace}, c = {cell[0].c:.3g}: {figures}", flush=True)
+        rows += cell
     if args.json is not None:
-        args.json.write_text(json.dumps([vars(row) for row in rows], indent=1))
+        args.json.write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
         print(f"{len(rows)} rows in {args.json}", file=sys.stderr)
+    if args.plot is not None:
+        plot(rows, changes(kinds, gpu, CHANGE_RATIO), args.plot)
+        print(f"a picture in {args.plot}", file=sys.stderr)
+
+
+def _measure(args: argparse.Namespace) -> None:
+    from langchain_card.bench.steps import measure
+    from langchain_card.config import EngineConfig
+
+    config = EngineConfig(args.model, args.draft_model)
+    measure(config, args.steps.stem, args.count, lambda line: print(line, flush=True)).save(args.steps)

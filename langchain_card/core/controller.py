@@ -23,6 +23,9 @@ SPEED_DECAY = 0.8
 SIZE_DECAY = 0.98
 """The same for how much longer one size of step takes than another, which hardly changes."""
 
+STEADY, UNSTEADY_WEIGHT = 1.25, 0.05
+"""A step that is further off says little about its size: it is the device that has changed."""
+
 MAX_SURPRISE = 2.0
 """A step that takes so many times longer than was expected, or more, counts as so many."""
 
@@ -96,12 +99,15 @@ class StepTimes:
 
     def observe(self, rows: int, elapsed: float) -> None:
         """A step over `rows` rows took `elapsed` seconds."""
+        weight = 1.0
         if _size(rows) in self._sizes and (expected := self.at(rows)) > 0:
             surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
             self._speed *= 1 + (surprise - 1) * (1 - SPEED_DECAY)
+            if not 1 / STEADY < surprise < STEADY:
+                weight = UNSTEADY_WEIGHT
         size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
         size.add(rows)
-        seconds.add(elapsed / self._speed)
+        seconds.add(elapsed / self._speed, weight)
         self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
 
     def at(self, rows: int = 1) -> float:
@@ -245,7 +251,7 @@ class Controller:
         A node is expanded when that costs less than it saves: a whole draft step, if the target goes there and nobody
         has looked; where steps are granted singly, the tokens that it brings.
         """
-        costs, width = self._costs(load), self.pins.draft_width or self.limits.max_draft_width
+        costs, width = self.costs_of(load), self.pins.draft_width or self.limits.max_draft_width
         parallel = load.schedule == "parallel"
         saves = costs.draft.at(1) if parallel else costs.per_token.value
         min_chance = max(MIN_CHANCE, min(1.0, costs.draft.row_cost() / saves if saves else ROW_COST))
@@ -261,7 +267,7 @@ class Controller:
         """
         if self.pins.lead is not None:
             return lead < self.pins.lead
-        costs = self._costs(load)
+        costs = self.costs_of(load)
         step = costs.draft.at(len(chances))
         if not step or not costs.per_token.weight:
             return not lead  # measure it
@@ -276,7 +282,7 @@ class Controller:
         """By measured times."""
         if self.pins.window is not None:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
-        costs = self._costs(load)
+        costs = self.costs_of(load)
         if not costs.per_token.weight:
             return [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
         return costs.widths(chances)
@@ -286,26 +292,26 @@ class Controller:
 
         Under `sequential` a step is taken inline, on the target's own thread, before anybody could wait.
         """
-        step = self._costs(load).draft.at(1)
+        step = self.costs_of(load).draft.at(1)
         if load.schedule == "parallel":
             return 2 * step * load.num_seqs
         return 20 * step if step else 60.0
 
     def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
         """Learns the time of a pass and the time per token."""
-        costs = self._costs(load)
+        costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
 
     def saw_draft_step(self, load: Load, nodes: int, elapsed: float) -> None:
         """Learns the time of a draft step."""
-        self._costs(load).draft.observe(nodes, elapsed)
+        self.costs_of(load).draft.observe(nodes, elapsed)
 
     def saw_token(self, *, hit: bool) -> None:
         """Learns how often a drafter is right."""
         self.draft_hits.add(hit)
 
-    def _costs(self, load: Load) -> CostModel:
+    def costs_of(self, load: Load) -> CostModel:
         """Loads of about the same size share what they learn."""
         return self.costs.setdefault((load.schedule, load.num_seqs.bit_length()), CostModel())

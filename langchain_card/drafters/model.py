@@ -20,7 +20,7 @@ from torch import Tensor
 
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
-from langchain_card.drafters.tree import DraftTree
+from langchain_card.drafters.tree import MIN_CHANCE, NUM_CHILDREN, DraftTree
 from langchain_card.ports import Budget
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.runner import ModelRunner
@@ -28,9 +28,6 @@ from langchain_card.runtime.sampling import Sampler
 
 CATCH_UP_ROWS = 16
 """Committed tokens up to this many are read together with the next step; more are read as a prompt is."""
-
-MIN_CHANCE = 0.004
-"""Children below it are not published."""
 
 
 RANK_PRIOR = (0.85, 0.06, 0.03, 0.02)
@@ -91,7 +88,7 @@ class ModelDrafter:
     name = "model"
     paced = True
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int, num_children: int = 4) -> None:
+    def __init__(self, runner: ModelRunner, *, vocab_size: int, num_children: int = NUM_CHILDREN) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._num_children = num_children

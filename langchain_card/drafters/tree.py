@@ -14,6 +14,12 @@ from typing import NamedTuple
 
 from langchain_card.core.messages import Proposal
 
+NUM_CHILDREN = 16
+"""Children published of each expanded node, at most. Whatever is not among them is a miss."""
+
+MIN_CHANCE = 0.001
+"""Children below it are not published."""
+
 MAX_NODES = 1024
 """Nodes of one epoch; beyond it the living ones are numbered anew."""
 

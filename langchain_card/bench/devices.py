@@ -1,0 +1,76 @@
+"""Step-time curves of a kind of device, from a file: measured by `langchain-card bench --steps`, or estimated."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from langchain_card.bench.contenders import Costs
+from langchain_card.errors import InvalidInputError
+
+FOLDER = Path(__file__).parent / "data" / "devices"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A pair on a kind of device.
+
+    Attributes:
+        name: of the kind.
+        measured: whether the figures are; else they are estimates.
+        source: where they come from.
+        target: seconds of a pass by rows.
+        draft: seconds of a step by rows.
+        slowdown: how much longer a step of (target, draft) takes while both work on it.
+    """
+
+    name: str
+    measured: bool
+    source: str
+    target: Mapping[int, float]
+    draft: Mapping[int, float]
+    slowdown: tuple[float, float] = (1.0, 1.0)
+
+    def costs(self, c: float | None = None) -> Costs:
+        """Curves in seconds, the draft's stretched so that a target pass over one row lasts `c` of its steps."""
+        stretch = 1.0 if c is None else line(self.target, 1) / (c * line(self.draft, 1))
+        return Costs(draft=lambda rows: stretch * line(self.draft, rows), target=lambda rows: line(self.target, rows))
+
+    @property
+    def ratio(self) -> float:
+        """Target pass / draft step, a row each."""
+        return line(self.target, 1) / line(self.draft, 1)
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def load_device(name: str) -> Device:
+    """A shipped device by name, or one of your own by its file.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    try:
+        row = json.loads(path.read_text())
+        target, draft = (
+            {int(rows): float(seconds) for rows, seconds in row[side].items()} for side in ("target", "draft")
+        )
+        slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
+        return Device(row["name"], row["measured"], row["source"], target, draft, slowdown)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
+        raise InvalidInputError("device", name, f"cannot be read ({error!r})", f"known: {known}") from error
+
+
+def line(curve: Mapping[int, float], rows: int) -> float:
+    """The value at `rows`: on the line between the points, and on beyond the last two."""
+    sizes = sorted(curve)
+    i = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
+    few, many = sizes[i - 1], sizes[i]
+    return curve[few] + (curve[many] - curve[few]) * (rows - few) / (many - few)

@@ -1,0 +1,100 @@
+"""Step times of a pair on this machine: what `Device` files hold."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from langchain_card.bench.devices import Device
+from langchain_card.bench.record import borrowed
+from langchain_card.config import EngineConfig
+from langchain_card.errors import InvalidInputError
+from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.loader import resolve
+from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.threads import ThreadPlan, use_threads
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Rows of a step."""
+
+CONTEXT = 256
+"""Tokens before it."""
+
+
+class _Steps:
+    """One model with a text in its cache."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._cache: KVCache = runner.open()
+        runner.prefill(self._cache, [1 + i % 99 for i in range(CONTEXT)])
+
+    def seconds(self, rows: int) -> float:
+        """Of one step over a chain of `rows` rows, which leaves nothing behind."""
+        paths = [tuple(range(i + 1)) for i in range(rows)]
+        begun = time.perf_counter()
+        self._runner.step(self._cache, [5] * rows, paths).argmax(-1).tolist()
+        return time.perf_counter() - begun
+
+
+def measure(config: EngineConfig, name: str, repeats: int, report: Callable[[str], None]) -> Device:
+    """Medians over `repeats` steps of each size, sizes taking turns; then both models at once, a row a step.
+
+    Args:
+        config: a target and a model draft.
+        name: of the device.
+        repeats: steps of each size.
+        report: told each figure.
+    """
+    pair = resolve(config)
+    if pair.draft is None:
+        raise InvalidInputError("draft_model", config.draft_model, "must be a model", "prompt lookup takes no steps")
+    on_cpu = [spec.device.type == "cpu" for spec in (pair.target, pair.draft)]
+    plan = ThreadPlan(target_on_cpu=on_cpu[0], draft_on_cpu=on_cpu[1])
+    with borrowed(pair.target) as target_model, borrowed(pair.draft) as draft_model:
+        target, draft = (
+            _Steps(ModelRunner(model, max_len=2 * CONTEXT, num_scratch=max(SIZES)))
+            for model in (target_model, draft_model)
+        )
+        use_threads(plan.target("sequential"))
+        curves = [_curve(model, repeats) for model in (target, draft)]
+        for side, curve in zip(("target", "draft"), curves, strict=True):
+            report(f"{side}: " + ", ".join(f"{rows} rows {1e3 * seconds:.1f} ms" for rows, seconds in curve.items()))
+        together = _together(target, draft, plan, repeats * curves[0][1])
+    slowdown = (together[0] / curves[0][1], together[1] / curves[1][1])
+    report(f"both at once: the target takes {slowdown[0]:.2f} times as long, the draft {slowdown[1]:.2f}")
+    source = f"measured: {config.model} and {config.draft_model}, medians of {repeats}, {CONTEXT} tokens before each"
+    return Device(name, True, source, curves[0], curves[1], slowdown)
+
+
+def _curve(model: _Steps, repeats: int) -> dict[int, float]:
+    times: dict[int, list[float]] = {rows: [] for rows in SIZES}
+    for _ in range(repeats):
+        for rows in SIZES:
+            times[rows].append(model.seconds(rows))
+    return {rows: statistics.median(seen) for rows, seen in times.items()}
+
+
+def _together(target: _Steps, draft: _Steps, plan: ThreadPlan, seconds: float) -> Sequence[float]:
+    """Median step times while both models work, each with its share of the threads."""
+    until = time.perf_counter() + max(seconds, 1.0)
+    medians = [0.0, 0.0]
+
+    def work(side: int, model: _Steps, threads: int) -> None:
+        use_threads(threads)
+        times = []
+        while time.perf_counter() < until:
+            times.append(model.seconds(1))
+        medians[side] = statistics.median(times)
+
+    workers = [
+        threading.Thread(target=work, args=(0, target, plan.target("parallel"))),
+        threading.Thread(target=work, args=(1, draft, plan.draft("parallel"))),
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return medians
