@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -11,12 +12,11 @@ import tiny
 import torch
 
 from langchain_card.bench.beams import beam_reach, trace_path
-from langchain_card.bench.contest import contest
 from langchain_card.bench.paths import DEEP, MISS, TOP, Kind
 from langchain_card.bench.record import borrowed, record
 from langchain_card.bench.traces import Trace, TraceScript, load, save
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.runtime.loader import resolve
@@ -75,15 +75,6 @@ def test_a_siblings_subtree_lives_as_long_as_the_beam_holds_it() -> None:
     assert beam_reach((math.log(0.9), math.log(0.1)), 1, even, 4, rng) == 1, "crowded out in the second layer"
 
 
-def test_the_contest_has_every_cell_and_passes_no_ceiling() -> None:
-    rows = list(contest("made-up", TRACES, (2, 8), Limits()))
-    assert len(rows) == 14 and {row.c for row in rows} == {2, 8}
-    for row in rows:
-        assert row.method != "plain" or row.speedup == pytest.approx(1.0)
-        assert row.speedup <= 1.02 * row.ceiling, row
-    assert all(row.speedup > 1.2 for row in rows if row.method == "card")
-
-
 def test_a_draft_that_equals_its_target_is_recorded_as_always_right(tmp_path: Path) -> None:
     target = tiny.make_target("llama", tmp_path / "target")
     pair = resolve(EngineConfig(target, target, dtype="float64", ngram=False))
@@ -97,10 +88,14 @@ def test_a_draft_that_equals_its_target_is_recorded_as_always_right(tmp_path: Pa
 
 def test_bench_simulates_over_traces_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(TRACES[:1], tmp_path / "made-up.json")
-    assert main(["bench", "--simulate", "--traces", str(tmp_path), "--json", str(tmp_path / "rows.json")]) == 0
+    files = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
+    assert main(["bench", "--simulate", "--traces", str(tmp_path), "--ratios", "4", *files]) == 0
     out = capsys.readouterr().out
-    assert "made-up: 1 texts, 100 tokens" in out and out.count("card-synchronous") == 7
-    assert (tmp_path / "rows.json").read_text().count('"method": "card"') == 7
+    assert "made-up: 1 texts, 100 tokens" in out and out.count("card-synchronous") == 1
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {"trace", "c", "method", "setting", "speedup", "ceiling"} == set(rows[0])
+    assert sum(row["method"] == "card" for row in rows) == 1 + 1 + 4, "alone, on one device, and four batches"
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from langchain_card.bench.contest import GPU_LIMITS, GPU_SLOTS, Library, joined
@@ -16,7 +16,7 @@ from langchain_card.testing.toy import ToyDrafter, ToyTarget
 HALF = 500
 """Tokens before a change, and after it."""
 
-CHANGE_RATIO = 16.0
+RATIO = 16.0
 """Target pass / draft step where changes are shown."""
 
 SLOWER = 4.0
@@ -62,37 +62,61 @@ class Watched(Controller):
             self.rounds.append(Round(self.tokens, self._now, rows, waited, believed, costs.per_token.value))
 
 
-def change(before: Sequence[Trace], after: Sequence[Trace], device: Device, c: float, slower: float) -> list[Round]:
-    """Rounds of one answer that changes at token `HALF`.
+@dataclass(frozen=True)
+class Change:
+    """A run whose second half differs from its first.
+
+    Attributes:
+        name: what changes.
+        index: of the first round that ends behind the change.
+        rounds: all of them.
+        true_pass: seconds of a pass over one row after the change.
+    """
+
+    name: str
+    index: int
+    rounds: list[Round]
+    true_pass: float
+
+    def per_token(self, first: int, last: int | None = None) -> float:
+        """Seconds per token from the end of round `first` to that of round `last`, counted from the change."""
+        start, stop = self.rounds[self.index + first], self.rounds[-1 if last is None else self.index + last]
+        return (stop.ended - start.ended) / (stop.at - start.at)
+
+
+def change(name: str, before: Sequence[Trace], after: Sequence[Trace], device: Device, slower: float = 1.0) -> Change:
+    """One answer that changes at token `HALF`.
 
     Args:
+        name: what changes.
         before: texts of its first half.
         after: texts of its second half.
         device: step times.
-        c: target pass / draft step.
         slower: how much longer a pass takes in the second half.
     """
-    text, costs = joined([joined(before, HALF), joined(after, HALF)]), device.costs(c)
+    first = joined(before, HALF)
+    text, costs = joined([first, joined(after, HALF)]), device.costs(RATIO)
     policy, library = Watched(shared_device=False, limits=GPU_LIMITS), Library([text])
-    target = ToyTarget(library, lambda rows: costs.target(rows) * (slower if policy.tokens > HALF else 1.0))
+    half = len(first.token_ids)
+    target = ToyTarget(library, lambda rows: costs.target(rows) * (slower if policy.tokens > half else 1.0))
     drafter = ToyDrafter(library, step_time=costs.draft, num_slots=GPU_SLOTS)
     params = SamplingParams(max_tokens=len(text.token_ids), schedule="parallel")
     Simulation(target, drafter, policy, GPU_LIMITS).run([Request(0, library.traces[0].prompt_ids, params)])
-    return policy.rounds
+    index = next(i for i, one in enumerate(policy.rounds) if one.at > half)
+    return Change(name, index, policy.rounds, costs.target(1) * slower)
 
 
-def changes(kinds: dict[str, list[Trace]], device: Device, c: float) -> dict[str, list[Round]]:
-    """By name: acceptance that falls, and rises; a target that slows down."""
-    first, last = kinds["code"], kinds["chat"]
-    return {
-        "code, then chat": change(first, last, device, c, 1.0),
-        "chat, then code": change(last, first, device, c, 1.0),
-        f"code, a target {SLOWER:g} times slower": change(first, first, device, c, SLOWER),
-    }
+def changes(kinds: Mapping[str, Sequence[Trace]], device: Device) -> list[Change]:
+    """Acceptance that falls, and rises; a target that slows down."""
+    worst, *_, best = sorted(kinds, key=lambda kind: _share_of_firsts(kinds[kind]))
+    hard, easy = kinds[worst], kinds[best]
+    return [
+        change(f"{best}, then {worst}", easy, hard, device),
+        change(f"{worst}, then {best}", hard, easy, device),
+        change(f"{best}, the target {SLOWER:g} times slower", easy, easy, device, SLOWER),
+    ]
 
 
-def seconds_between(rounds: Sequence[Round], first: int, last: int) -> float:
-    """Per token, from the first round that ends past token `first` to the first one past `last`."""
-    start = next(r for r in rounds if r.at >= first)
-    stop = next((r for r in rounds if r.at >= last), rounds[-1])
-    return (stop.ended - start.ended) / (stop.at - start.at)
+def _share_of_firsts(traces: Sequence[Trace]) -> float:
+    ranks = [trace.rank(position) for trace in traces for position in range(len(trace.token_ids))]
+    return ranks.count(0) / len(ranks)

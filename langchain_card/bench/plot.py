@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from langchain_card.bench.changes import HALF, Round
+from langchain_card.bench.changes import Change
 from langchain_card.bench.contest import Row
 from langchain_card.errors import InvalidInputError
 
@@ -33,23 +33,23 @@ STYLES = {
 """By method: words, colour, line width."""
 
 
-def plot(rows: Sequence[Row], rounds: Mapping[str, Sequence[Round]], path: Path) -> None:
+def plot(rows: Sequence[Row], seen: Sequence[Change], path: Path) -> None:
     """Above the contest, one panel a kind of text; below how the controller follows sudden changes.
 
     Args:
         rows: of the contest.
-        rounds: of the runs with a change, by name.
+        seen: runs with a sudden change.
         path: where the picture goes; its ending says what kind of file.
     """
     kinds = list(dict.fromkeys(row.trace for row in rows if row.method == "card-fixed"))
-    figure, panels = plt.subplots(2, max(len(kinds), len(rounds)), figsize=(15, 9.5), squeeze=False)
+    figure, panels = plt.subplots(2, max(len(kinds), len(seen)), figsize=(15, 9.5), squeeze=False)
     for panel, kind in zip(panels[0], kinds, strict=False):
         _draw_kind(panel, [row for row in rows if row.trace == kind])
     panels[0][0].set_ylabel("times plain decoding")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=3, frameon=False, bbox_to_anchor=(0.5, 1.0))
-    for panel, (name, seen) in zip(panels[1], rounds.items(), strict=False):
-        _draw_change(panel, name, seen)
+    for panel, change in zip(panels[1], seen, strict=False):
+        _draw_change(panel, change)
     panels[1][0].set_ylabel("milliseconds a token")
     figure.tight_layout(rect=(0, 0, 1, 0.92))
     figure.savefig(path, dpi=110)
@@ -71,10 +71,10 @@ def _draw_kind(panel: Any, rows: Sequence[Row]) -> None:
     panel.grid(alpha=0.3)
 
 
-def _draw_change(panel: Any, name: str, rounds: Sequence[Round]) -> None:
+def _draw_change(panel: Any, change: Change) -> None:
     """The time per token as it was and as the controller takes it to be, and the windows that follow from it."""
+    rounds, changed = change.rounds, change.index
     count = range(len(rounds))
-    changed = next(i for i, one in enumerate(rounds) if one.at > HALF)
     took = [b.ended - a.ended for a, b in itertools.pairwise(rounds)]
     tokens = [b.at - a.at for a, b in itertools.pairwise(rounds)]
     panel.plot(
@@ -82,7 +82,7 @@ def _draw_change(panel: Any, name: str, rounds: Sequence[Round]) -> None:
     )
     panel.plot(count, [1e3 * one.per_token for one in rounds], color="#c1121f", lw=2, label="as believed")
     panel.axvspan(changed, changed + 20, color="#ffe8a1", label="20 rounds after the change")
-    panel.set(title=name, xlabel="rounds", ylim=(0, None))
+    panel.set(title=change.name, xlabel="rounds", ylim=(0, None))
     other = panel.twinx()
     other.plot(count, [one.rows for one in rounds], color="#2a6f97", lw=0.8, alpha=0.7, label="rows of the window")
     other.set_ylim(0, None)

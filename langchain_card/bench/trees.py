@@ -18,6 +18,7 @@ from langchain_card.bench.traces import Trace, TraceScript
 DEPTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)
 WIDTHS = (1, 4, 16)
 WINDOWS = (16, 64)
+"""What is tried: draft steps a round, nodes a step, candidates a window."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _record(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    from langchain_card.bench.changes import CHANGE_RATIO, changes
+    from langchain_card.bench.changes import changes
     from langchain_card.bench.contest import RATIOS, contest
     from langchain_card.bench.devices import load_device
     from langchain_card.bench.traces import shipped
@@ -87,7 +87,7 @@ def _simulate(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
         print(f"{len(rows)} rows in {args.json}", file=sys.stderr)
     if args.plot is not None:
-        plot(rows, changes(kinds, gpu, CHANGE_RATIO), args.plot)
+        plot(rows, changes(kinds, gpu) if len(kinds) > 1 else [], args.plot)
         print(f"a picture in {args.plot}", file=sys.stderr)
 
 
