@@ -31,7 +31,7 @@ def test_card_is_as_good_as_the_best_in_its_cell(
     monkeypatch.setattr(trees, "DEPTHS", (4, 8, 16))
     monkeypatch.setattr(trees, "WIDTHS", (16,))
     monkeypatch.setattr(trees, "WINDOWS", (64,))
-    grid = [("parallel", Pins(16, 64, lead)) for lead in (0, 4, 8, 12)] + [("sequential", Pins(16, 64, 8))]
+    grid = [("parallel", Pins(64, 64, lead)) for lead in (0, 8)] + [("sequential", Pins(64, 64, 8))]
     monkeypatch.setattr(contest, "GRID", grid)
     runs = trees.tree_runs(contest.joined(KINDS[kind]))
     for c in (2.0, 8.0, 32.0):

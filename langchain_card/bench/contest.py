@@ -32,14 +32,14 @@ BATCHES = (1, 4, 16, 64)
 OTHERS = ("plain", "chain", "card-synchronous", "linear-asynchronous", "outcome-cache")
 WIDTH, BRANCH = 64, 4
 
-GPU_LIMITS = Limits(max_window=64, max_lead=64, max_draft_width=16, max_tree_nodes=4096, max_num_seqs=max(BATCHES))
-GPU_SLOTS = 1024
+GPU_LIMITS = Limits(max_window=64, max_lead=64, max_draft_width=64, max_tree_nodes=16384, max_num_seqs=max(BATCHES))
+GPU_SLOTS = 4096
 """Nodes that a draft on its own GPU holds KV for."""
 
-LEADS = (0, 1, 2, 4, 6, 8, 10, 12, 16, 20)
 GRID = [
-    *(("parallel", Pins(*pins)) for pins in product((1, 4, 16), (16, 64), LEADS)),
-    *(("sequential", Pins(*pins)) for pins in product((1, 4, 16), (16, 64), LEADS[1:])),
+    *(("parallel", Pins(*pins)) for pins in product((8, 64), (64,), (0, 2, 4, 8, 12, 16))),
+    *(("parallel", Pins(*pins)) for pins in product((64,), (16,), (0, 4, 8))),
+    *(("sequential", Pins(*pins)) for pins in product((64,), (64,), (2, 4, 8, 16))),
 ]
 """Fixed settings of this engine that are tried in hindsight: schedule, width, window, wait."""
 

@@ -38,7 +38,7 @@ NARROW_STEPS = 2
 WAIT_SHARE = 0.85
 """Share of a layer's tokens that waiting for it gains: the draft works on anyhow, and the next round has them."""
 
-MIN_CHANCE = 0.01
+MIN_CHANCE = 0.002
 """Nodes that the target reaches with a smaller chance are never expanded."""
 
 FIRST_CHANCE = 0.2
