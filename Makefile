@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow explore check format bench notebooks clean
+.PHONY: help setup demo test test-slow explore check format bench contest notebooks clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): torch, transformers and the development tools (2 to 5 minutes the first time) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev]'
 	@touch $@
 
 demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 10 to 15 minutes)
@@ -44,6 +44,10 @@ format: setup ## format the code
 
 bench: setup ## the real pair: plain, auto and transformers side by side (about 40 minutes on two cores)
 	@$(BIN)/python benchmarks/real_pair.py
+
+contest: setup ## docs/performance.md: this engine against others on a virtual clock (about half an hour on two cores)
+	@$(BIN)/langchain-card bench --simulate --json docs/performance.json --plot docs/performance.png
+	@$(BIN)/python benchmarks/performance.py
 
 notebooks: setup ## execute the cookbook and store its outputs
 	@$(BIN)/python .ci/notebooks.py

@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 
 from langchain_card._version import __version__
 from langchain_card.answer import chat_result, chunk_of, consuming, consuming_in_task, last_chunk
-from langchain_card.config import Dtype, EngineConfig
+from langchain_card.config import Dtype, EngineConfig, Pins
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
 from langchain_card.errors import InvalidInputError
@@ -70,6 +70,8 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
     """Whether candidates are also looked up in prompt and answer, beside the draft."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together; None for the model's own limit, at most 8,192."""
+    pins: Pins = Field(default_factory=Pins)
+    """Choices taken away from the controller: `Pins(draft_width=..., window=..., lead=...)`, or a dict."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds, queueing included and loading not, after which an answer is aborted with `GenerationTimeoutError`."""
     streaming: bool = False
@@ -104,7 +106,7 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
         return self
 
     def _engine_config(self) -> EngineConfig:
-        names = (field.name for field in fields(EngineConfig) if field.name not in ("limits", "pins"))
+        names = (field.name for field in fields(EngineConfig) if field.name != "limits")
         return EngineConfig(**{name: getattr(self, name) for name in names})
 
     # The engine's life.

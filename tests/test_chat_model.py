@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
 from langchain_card import CARDChatModel
+from langchain_card.config import Pins
 from langchain_card.errors import ContextOverflowError, InvalidInputError
 
 REPEAT = "Repeat this exactly: one two three four five six seven"
@@ -135,7 +137,8 @@ def test_response_metadata(model: CARDChatModel) -> None:
     assert 0 < card["acceptance_rate"] <= 1
     assert 0 <= card["hit_rate"] <= 1
     assert 0 < card["target_busy"] <= 1
-    assert card["draft_busy"] >= 0
+    assert card["draft_busy"] >= 0 and card["waited"] >= 0
+    assert card["mean_window"] > 1 and card["mean_draft_width"] == 0, "prompt lookup has no steps that cost time"
     assert card["tokens_per_second"] > 0
     assert card["time_to_first_token"] > 0
     assert card["seed"] == 0
@@ -242,3 +245,11 @@ def test_counting_tokens(model: CARDChatModel) -> None:
     assert model.get_num_tokens("one two three") == 3
     assert model.get_num_tokens_from_messages(messages) == model.invoke(messages).usage_metadata["input_tokens"]
     assert CARDChatModel(custom_get_token_ids=lambda text: [1] * 5).get_num_tokens("x") == 5
+
+
+def test_what_is_pinned_is_kept_and_shown(toy: dict[str, Any]) -> None:
+    with CARDChatModel(**toy, pins={"lead": 2, "draft_width": 3}) as model:
+        assert model.pins == Pins(draft_width=3, lead=2)
+        assert pickle.loads(pickle.dumps(model)).pins == model.pins
+    with pytest.raises(ValueError, match="lead"):
+        CARDChatModel(**toy, pins={"lead": -1})

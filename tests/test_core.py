@@ -13,7 +13,7 @@ from rounds import coordinator, propose, run_round
 from langchain_card.config import Limits, Pins
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
-from langchain_card.core.controller import Controller, Load
+from langchain_card.core.controller import MIN_CHANCE, Controller, Load
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
@@ -144,7 +144,7 @@ def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> 
 def test_a_node_is_expanded_when_its_row_costs_less_than_it_saves() -> None:
     free = learnt("parallel", {1: 0.01, 5: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
     dear = learnt("parallel", {1: 0.01, 5: 0.03}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
-    assert free.min_chance == 0.01 and dear.min_chance == pytest.approx(0.5)
+    assert free.min_chance == MIN_CHANCE and dear.min_chance == pytest.approx(0.5)
     assert free.widths == (Limits().max_draft_width,) * Limits().max_lead
     missed = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=False)
     assert missed.widths[:3] == (1, 1, Limits().max_draft_width), "narrow after a miss, then wide"

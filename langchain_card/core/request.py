@@ -180,6 +180,16 @@ class RequestStats:
         return self.hits / self.rounds if self.rounds else 0.0
 
     @property
+    def mean_window(self) -> float:
+        """Rows of a verification, the last committed token included."""
+        return 1 + self.verified / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_draft_width(self) -> float:
+        """Candidates that a draft step expanded."""
+        return self.draft_nodes / self.draft_steps if self.draft_steps else 0.0
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens after the first, by the time after the first token."""
         seconds = self.ended - self.first_token
