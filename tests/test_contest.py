@@ -31,10 +31,10 @@ def test_card_is_as_good_as_the_best_in_its_cell(
     monkeypatch.setattr(trees, "DEPTHS", (4, 8, 16))
     monkeypatch.setattr(trees, "WIDTHS", (16,))
     monkeypatch.setattr(trees, "WINDOWS", (64,))
-    grid = [("parallel", Pins(64, 64, lead)) for lead in (0, 8)] + [("sequential", Pins(64, 64, 8))]
+    grid = [("parallel", Pins(64, 64, lead)) for lead in (0, 8)]
     monkeypatch.setattr(contest, "GRID", grid)
     runs = trees.tree_runs(contest.joined(KINDS[kind]))
-    for c in (2.0, 8.0, 32.0):
+    for c in (2.0, 16.0):
         rows = {row.method: row for row in contest.cell(kind, KINDS[kind], runs, GPU, c)}
         ours = rows.pop("card").speedup
         best = max(rows.values(), key=lambda row: row.speedup)

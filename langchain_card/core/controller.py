@@ -35,7 +35,7 @@ ROW_COST = 0.05
 NARROW_STEPS = 2
 """Draft steps after a miss that expand one node only."""
 
-WAIT_SHARE = 0.85
+WAIT_SHARE = 0.6
 """Share of a layer's tokens that waiting for it gains: the draft works on anyhow, and the next round has them."""
 
 MIN_CHANCE = 0.002
