@@ -77,7 +77,7 @@ def test_a_sudden_change_is_followed_within_twenty_rounds(
     """By then it knows what a pass takes, and goes on as fast as one that has known nothing else."""
     change = seen[number]
     believed = change.rounds[change.index + 20].believed
-    assert believed == pytest.approx(change.true_pass, rel=0.1)
+    assert believed == pytest.approx(change.true_pass, rel=0.25)
     later = change.per_token(20)
     known = change.rounds[change.index + 20].per_token
     say(f"{change.name}: after 20 rounds {1e3 * known:.2f} ms a token believed, {1e3 * later:.2f} from there on")

@@ -23,9 +23,6 @@ SPEED_DECAY = 0.8
 SIZE_DECAY = 0.98
 """The same for how much longer one size of step takes than another, which hardly changes."""
 
-STEADY, UNSTEADY_WEIGHT = 1.25, 0.05
-"""A step that is further off says little about its size: it is the device that has changed."""
-
 MAX_SURPRISE = 2.0
 """A step that takes so many times longer than was expected, or more, counts as so many."""
 
@@ -99,15 +96,12 @@ class StepTimes:
 
     def observe(self, rows: int, elapsed: float) -> None:
         """A step over `rows` rows took `elapsed` seconds."""
-        weight = 1.0
         if _size(rows) in self._sizes and (expected := self.at(rows)) > 0:
             surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
             self._speed *= 1 + (surprise - 1) * (1 - SPEED_DECAY)
-            if not 1 / STEADY < surprise < STEADY:
-                weight = UNSTEADY_WEIGHT
         size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
         size.add(rows)
-        seconds.add(elapsed / self._speed, weight)
+        seconds.add(elapsed / self._speed)
         self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
 
     def at(self, rows: int = 1) -> float:
@@ -254,7 +248,8 @@ class Controller:
         costs, width = self.costs_of(load), self.pins.draft_width or self.limits.max_draft_width
         parallel = load.schedule == "parallel"
         saves = costs.draft.at(1) if parallel else costs.per_token.value
-        min_chance = max(MIN_CHANCE, min(1.0, costs.draft.row_cost() / saves if saves else ROW_COST))
+        row = costs.draft.row_cost() + (0.0 if parallel else costs.target.row_cost())
+        min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
         narrow = NARROW_STEPS if parallel and not hit else 0
         steps = self.limits.max_lead if parallel else 1
         return Leave((1,) * narrow + (width,) * (steps - narrow), min_chance)
@@ -271,12 +266,13 @@ class Controller:
         step = costs.draft.at(len(chances))
         if not step or not costs.per_token.weight:
             return not lead  # measure it
-        tokens = sum(chances) * self.draft_hits.value
+        row = costs.target.row_cost() / costs.per_token.value  # in tokens: candidates below it are not verified
+        tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in chances)
         if load.schedule == "parallel":
             if (lead + 1) * step * load.num_seqs >= costs.target.at(load.num_seqs):
                 return False
             tokens *= WAIT_SHARE
-        return costs.pays(tokens, step + costs.target.row_cost())
+        return costs.pays(tokens, step)
 
     def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
         """By measured times."""
