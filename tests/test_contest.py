@@ -39,7 +39,7 @@ def test_card_is_as_good_as_the_best_in_its_cell(
         ours = rows.pop("card").speedup
         best = max(rows.values(), key=lambda row: row.speedup)
         say(f"{kind}, c {c:g}: card {ours:.2f}, best other {best.method} {best.speedup:.2f} ({best.setting})")
-        assert ours >= 0.97 * best.speedup and ours >= 1.0
+        assert ours >= 0.97 * best.speedup and ours >= 1.0 - 1e-6
         assert ours <= 1.02 * best.ceiling
 
 
@@ -78,10 +78,10 @@ def test_a_sudden_change_is_followed_within_twenty_rounds(
     change = seen[number]
     believed = change.rounds[change.index + 20].believed
     assert believed == pytest.approx(change.true_pass, rel=0.25)
-    later = change.per_token(20)
+    around = change.per_token(10, 30)
     known = change.rounds[change.index + 20].per_token
-    say(f"{change.name}: after 20 rounds {1e3 * known:.2f} ms a token believed, {1e3 * later:.2f} from there on")
-    assert known == pytest.approx(later, rel=0.35)
+    say(f"{change.name}: after 20 rounds {1e3 * known:.2f} ms a token believed, {1e3 * around:.2f} in rounds 10 to 30")
+    assert known == pytest.approx(around, rel=0.35)
 
 
 def test_the_recorded_contest_holds() -> None:
@@ -94,7 +94,7 @@ def test_the_recorded_contest_holds() -> None:
         speedup = {row.method: row.speedup for row in group}
         ours = speedup.pop("card")
         if key[0] in KINDS:
-            assert ours >= 0.97 * max(speedup.values()) and ours >= 1.0, key
+            assert ours >= 0.97 * max(speedup.values()) and ours >= 1.0 - 1e-6, key
         elif "sequential" in speedup:
             assert ours >= speedup["sequential"], key
         else:

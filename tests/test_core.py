@@ -135,7 +135,7 @@ def test_draft_steps_must_pay() -> None:
 
 def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> None:
     load = Load("parallel")
-    policy = learnt("parallel", {1: 0.01, 4: 0.01}, {1: 0.1, 9: 0.1}, 0.02)
+    policy = learnt("parallel", {1: 0.01, 4: 0.01}, {1: 0.1, 9: 0.1}, 0.025)
     assert policy.draft_pays(load, [0.9], 3) and not policy.draft_pays(load, [0.5], 3)
     assert not policy.draft_pays(load, [0.9], 9), "ten layers a pass: the draft is the slower"
     assert policy.patience(load) == pytest.approx(0.02)
