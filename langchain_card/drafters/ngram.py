@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from langchain_card.core.controller import Mean
+from langchain_card.core.costs import Mean
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
 from langchain_card.ports import Budget

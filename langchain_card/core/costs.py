@@ -1,0 +1,127 @@
+"""What steps cost, measured while they are taken: step times by size, and the worth of a token."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+
+DECAY = 0.9
+"""Weight of the past against one new observation."""
+
+SPEED_DECAY = 0.8
+"""The same for the speed of a device, which may change at once."""
+
+SIZE_DECAY = 0.98
+"""The same for how much longer one size of step takes than another, which hardly changes."""
+
+MAX_SURPRISE = 2.0
+"""A step that takes so many times longer than was expected, or more, counts as so many."""
+
+ROW_COST = 0.05
+"""Share of a step that one more row is taken to cost where nothing was measured."""
+
+
+class Mean:
+    """A decaying mean: a new observation counts 1 - decay, the first ones more.
+
+    Attributes:
+        value: the mean; at first the prior.
+        weight: how many observations stand behind it; at first those that the prior is worth.
+    """
+
+    __slots__ = ("_decay", "value", "weight")
+
+    def __init__(self, prior: float = 0.0, weight: float = 0.0, decay: float = DECAY) -> None:
+        self.value = prior
+        self.weight = weight
+        self._decay = decay
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Takes one observation in."""
+        self.weight = self.weight * self._decay + weight
+        self.value += (value - self.value) * weight / self.weight
+
+
+class StepTimes:
+    """Measured seconds of a step by its number of rows.
+
+    Two sizes an octave are told apart. What they have in common, the speed, is followed at once: when the device slows
+    down, every size is known to take longer, whether it was seen since or not.
+    """
+
+    def __init__(self) -> None:
+        self._speed = 1.0
+        self._sizes: dict[int, tuple[Mean, Mean]] = {}
+        self._points: list[tuple[float, float]] = []
+
+    def observe(self, rows: int, elapsed: float) -> None:
+        """A step over `rows` rows took `elapsed` seconds."""
+        if _size(rows) in self._sizes and (expected := self.at(rows)) > 0:
+            surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
+            self._speed *= 1 + (surprise - 1) * (1 - SPEED_DECAY)
+        size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
+        size.add(rows)
+        seconds.add(elapsed / self._speed)
+        self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
+
+    def at(self, rows: int = 1) -> float:
+        """Seconds over `rows` rows: on the line between or beyond measured sizes; 0 if nothing was measured."""
+        points = self._points
+        if not points or rows <= points[0][0]:
+            return self._speed * points[0][1] if points else 0.0
+        i = bisect.bisect_left(points, (rows, 0.0))
+        (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
+        slope = (high - low) / (many - few) if many > few else self._slope()
+        return self._speed * (low + max(slope, 0.0) * (rows - few))
+
+    def row_cost(self) -> float:
+        """Seconds that one more row adds: measured over the sizes that were tried, else a guess."""
+        return self._speed * self._slope()
+
+    def _slope(self) -> float:
+        if not self._points:
+            return 0.0
+        (few, low), (many, high) = self._points[0], self._points[-1]
+        return max(0.0, high - low) / (many - few) if many > few else ROW_COST * low
+
+
+def _size(rows: int) -> int:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: the largest that is not above `rows`."""
+    power = 1 << rows.bit_length() - 1
+    return power + power // 2 if rows >= power + power // 2 else power
+
+
+class CostModel:
+    """Measured costs under one load, in seconds.
+
+    Attributes:
+        draft: a draft step, by nodes expanded.
+        target: a pass of the target, by rows verified.
+        per_token: time per token of all answers together.
+    """
+
+    def __init__(self) -> None:
+        self.draft = StepTimes()
+        self.target = StepTimes()
+        self.per_token = Mean()
+
+    def pays(self, tokens: float, seconds: float) -> bool:
+        """Whether `tokens` more tokens are worth so much time."""
+        return tokens * self.per_token.value > seconds
+
+    def widths(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """How many candidates of each request to verify: one adds its chance in tokens, and its row in time.
+
+        Args:
+            chances: by request, of its candidates, likeliest first.
+        """
+        best, widths, tried = -self.target.at(len(chances)), [0] * len(chances), [0] * len(chances)
+        tokens, rows = 0.0, len(chances)
+        for chance, request in heapq.merge(*([(-c, i) for c in cs] for i, cs in enumerate(chances))):
+            tokens, rows = tokens - chance, rows + 1
+            tried[request] += 1
+            worth = tokens * self.per_token.value - self.target.at(rows)
+            if worth > best:
+                best, widths = worth, tried.copy()
+        return widths
