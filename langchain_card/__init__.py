@@ -12,7 +12,7 @@ from langchain_card._version import __version__
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
-    from langchain_card.config import EngineConfig, Limits
+    from langchain_card.config import EngineConfig, Limits, Pins
     from langchain_card.core.request import SamplingParams
     from langchain_card.engine.engine import Engine
     from langchain_card.errors import CARDError
@@ -23,10 +23,11 @@ _HOMES = {
     "Engine": "engine.engine",
     "EngineConfig": "config",
     "Limits": "config",
+    "Pins": "config",
     "SamplingParams": "core.request",
 }
 
-__all__ = ["CARDChatModel", "CARDError", "Engine", "EngineConfig", "Limits", "SamplingParams", "__version__"]
+__all__ = ["CARDChatModel", "CARDError", "Engine", "EngineConfig", "Limits", "Pins", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ import tiny
 import torch
 
 from langchain_card.bench.beams import beam_reach, trace_path
+from langchain_card.bench.devices import load_device
 from langchain_card.bench.paths import DEEP, MISS, TOP, Kind
 from langchain_card.bench.record import borrowed, record
 from langchain_card.bench.traces import Trace, TraceScript, load, save
@@ -114,3 +115,26 @@ def test_bench_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert name in capsys.readouterr().err
     assert main(["bench", "--record", "x.json"]) == 2
     assert "--prompts" in capsys.readouterr().err
+
+
+def test_step_times_are_measured_into_a_file_that_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny.make_target("llama", tmp_path / "target")
+    draft = tiny.make_draft(target, tmp_path / "draft", noise=0.1)
+    pair = ["--model", target, "--draft-model", draft, "--count", "3"]
+    assert main(["bench", "--steps", str(tmp_path / "here.json"), *pair]) == 0
+    assert "both at once" in capsys.readouterr().out
+    device = load_device(str(tmp_path / "here.json"))
+    assert device.name == "here" and device.measured and target in device.source
+    assert min(*device.target.values(), *device.draft.values(), *device.slowdown) > 0
+    assert device.costs(8).target(1) == pytest.approx(8 * device.costs(8).draft(1)), "the draft's curve is stretched"
+
+
+def test_a_device_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one_size = {"name": "x", "measured": True, "source": "", "target": {"1": 1}, "draft": {"1": 1}, "slowdown": [1, 1]}
+    for name, text in (("b100", None), ("broken.json", "[]"), ("short.json", json.dumps(one_size))):
+        file = tmp_path / name
+        if text is not None:
+            file.write_text(text)
+        assert main(["bench", "--simulate", "--gpu", str(file) if text else name]) == 2
+        said = capsys.readouterr().err
+        assert name in said and "h200" in said, said

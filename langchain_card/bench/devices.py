@@ -53,7 +53,7 @@ def load_device(name: str) -> Device:
     """A shipped device by name, or one of your own by its file.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: there is none, or it is not whole.
     """
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     try:
@@ -61,6 +61,8 @@ def load_device(name: str) -> Device:
         target, draft = (
             {int(rows): float(seconds) for rows, seconds in row[side].items()} for side in ("target", "draft")
         )
+        if min(len(target), len(draft)) < 2:
+            raise ValueError("a curve needs two sizes")
         slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
         return Device(row["name"], row["measured"], row["source"], target, draft, slowdown)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -49,7 +49,7 @@ def plot(rows: Sequence[Row], seen: Sequence[Change], path: Path) -> None:
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=3, frameon=False, bbox_to_anchor=(0.5, 1.0))
     for panel, change in zip(panels[1], seen, strict=False):
-        _draw_change(panel, change)
+        _draw_change(panel, change, explain=panel is panels[1][0])
     panels[1][0].set_ylabel("milliseconds a token")
     figure.tight_layout(rect=(0, 0, 1, 0.92))
     figure.savefig(path, dpi=110)
@@ -71,7 +71,7 @@ def _draw_kind(panel: Any, rows: Sequence[Row]) -> None:
     panel.grid(alpha=0.3)
 
 
-def _draw_change(panel: Any, change: Change) -> None:
+def _draw_change(panel: Any, change: Change, *, explain: bool) -> None:
     """The time per token as it was and as the controller takes it to be, and the windows that follow from it."""
     rounds, changed = change.rounds, change.index
     count = range(len(rounds))
@@ -87,6 +87,8 @@ def _draw_change(panel: Any, change: Change) -> None:
     other.plot(count, [one.rows for one in rounds], color="#2a6f97", lw=0.8, alpha=0.7, label="rows of the window")
     other.set_ylim(0, None)
     other.set_ylabel("rows")
+    if not explain:
+        return
     handles, labels = (
         [*mine, *others]
         for mine, others in zip(panel.get_legend_handles_labels(), other.get_legend_handles_labels(), strict=True)
