@@ -37,7 +37,7 @@ class Limits:
         max_num_seqs: requests decoded at once.
         max_window: rows of one verification, the last committed token included.
         max_lead: candidate depth at which a drafter is given no more steps; those under way then may add as much again.
-        max_draft_width: candidates that one step of a draft on its own device expands at most.
+        max_draft_width: candidates that one draft step expands at most.
         max_tree_nodes: candidates per request; dead ones are swept out beyond it, more than twice as many refused.
         max_unread: tokens that may wait for a slow consumer before its request is paused.
         max_failures: target steps in a row that may fail with one request before it fails, alone when `max_deaths` is
@@ -76,7 +76,7 @@ class Pins:
     """Choices that are made here and not by the controller; None leaves one to it.
 
     Attributes:
-        draft_width: candidates that a step of a free-running draft expands.
+        draft_width: candidates that a draft step expands, if there are so many.
         window: rows of a verification, the last committed token included, if there are so many candidates.
         lead: depth of candidates for which a round waits, or drafts, before it verifies.
     """
@@ -126,6 +126,10 @@ class EngineConfig:
             check_choice("quantization", self.quantization, ("auto", *QUANTIZATIONS))
         if self.max_model_len is not None:
             check_range("max_model_len", self.max_model_len, 16, 10_000_000)
+        for pin in fields(Pins):
+            if (value := getattr(self.pins, pin.name)) is not None:
+                most = f"max_{pin.name}"
+                check_range(f"pins.{pin.name}", value, 0, getattr(self.limits, most), f"limits.{most} is the most")
 
     @property
     def has_draft(self) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import naive
@@ -49,6 +49,11 @@ class Figures:
             self.near_ties += 1
         else:
             self.different += 1
+
+    def add(self, other: Figures) -> None:
+        """Takes another comparison's in."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def rates(self) -> dict[str, float]:
         """Accepted by verified candidates, per setting."""

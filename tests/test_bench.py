@@ -115,6 +115,26 @@ def test_bench_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert name in capsys.readouterr().err
     assert main(["bench", "--record", "x.json"]) == 2
     assert "--prompts" in capsys.readouterr().err
+    whole = {"prompt_ids": [1], "token_ids": [5, 6], "draft_ids": [[5]], "draft_logs": [[-0.1]]}
+    (tmp_path / "broken.json").write_text(json.dumps([whole]))
+    assert main(["bench", "--simulate", "--traces", str(tmp_path)]) == 2
+    assert "for each of its tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ratios", "0"], "--ratios"),
+        (["--ratios", "nan"], "--ratios"),
+        (["--count", "0"], "--count"),
+        (["--json", "nowhere/rows.json"], "mkdir -p nowhere"),
+        (["--json", "rows.txt"], "must end in .json"),
+        (["--plot", "picture"], ".png"),
+    ],
+)
+def test_bench_looks_before_it_works(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--simulate", *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_step_times_are_measured_into_a_file_that_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,8 +150,10 @@ def test_step_times_are_measured_into_a_file_that_simulates(tmp_path: Path, caps
 
 
 def test_a_device_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one_size = {"name": "x", "measured": True, "source": "", "target": {"1": 1}, "draft": {"1": 1}, "slowdown": [1, 1]}
-    for name, text in (("b100", None), ("broken.json", "[]"), ("short.json", json.dumps(one_size))):
+    device = {"name": "x", "measured": True, "source": "", "target": {"1": 1}, "draft": {"1": 1}, "slowdown": [1, 1]}
+    still = device | {"target": {"1": 1, "2": 0}, "draft": {"1": 1, "2": 1}}
+    files = {"broken.json": "[]", "short.json": json.dumps(device), "still.json": json.dumps(still)}
+    for name, text in (("b100", None), *files.items()):
         file = tmp_path / name
         if text is not None:
             file.write_text(text)

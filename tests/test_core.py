@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from rounds import coordinator, propose, run_round
 
-from langchain_card.config import Limits, Pins
+from langchain_card.config import EngineConfig, Limits, Pins, Schedule
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.controller import MIN_CHANCE, Controller, Load
@@ -19,7 +19,8 @@ from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import walk
 from langchain_card.errors import InvalidInputError
-from langchain_card.testing import FixedPolicy
+from langchain_card.testing import FixedPolicy, ToyDrafter, ToyModel, ToyTarget
+from langchain_card.testing.simulated import Simulation, simulate
 
 
 def test_walk_follows_the_branch_that_the_target_chose() -> None:
@@ -143,8 +144,8 @@ def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> 
 
 def test_a_node_is_expanded_when_its_row_costs_less_than_it_saves() -> None:
     free = learnt("parallel", {1: 0.01, 5: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
-    dear = learnt("parallel", {1: 0.01, 5: 0.03}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
-    assert free.min_chance == MIN_CHANCE and dear.min_chance == pytest.approx(0.5)
+    dear = learnt("parallel", {1: 0.01, 5: 0.02}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
+    assert free.min_chance == MIN_CHANCE and dear.min_chance == pytest.approx(0.25)
     assert free.widths == (Limits().max_draft_width,) * Limits().max_lead
     missed = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=False)
     assert missed.widths[:3] == (1, 1, Limits().max_draft_width), "narrow after a miss, then wide"
@@ -179,6 +180,72 @@ def test_what_is_pinned_is_not_decided() -> None:
     assert pinned.draft_pays(load, [0.01], 1) and not pinned.draft_pays(load, [0.99], 2)
     with pytest.raises(InvalidInputError, match="draft_width"):
         Pins(draft_width=0)
+    with pytest.raises(InvalidInputError, match=r"pins\.window.*16.*max_window"):
+        EngineConfig(pins=Pins(window=17))
+
+
+def slow_once(seconds: float) -> Callable[[int], float]:
+    """Step times of a target of which the first pass over several rows takes long."""
+    cold = [seconds]
+    return lambda rows: cold.pop() if rows > 1 and cold else 0.1 + 0.002 * rows
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+def test_one_slow_pass_does_not_end_speculation(schedule: Schedule) -> None:
+    """The first pass over several rows may take long: a page fault, a kernel that is built."""
+    model, speeds = ToyModel(200, top=0.8, sibling=0.7), []
+    for times in (slow_once(0.1), slow_once(20.0)):
+        policy = Controller(shared_device=schedule == "sequential")
+        target, drafter = ToyTarget(model, times), ToyDrafter(model, step_time=lambda _: 0.02)
+        for number in range(2):  # the second answer counts
+            params = SamplingParams(max_tokens=200, schedule=schedule)
+            _, stats = simulate(Request(number, (1, 2), params), target, drafter, policy, Limits())
+        speeds.append(stats.tokens_per_second)
+    assert speeds[1] > 0.9 * speeds[0]
+
+
+def test_what_never_pays_is_tried_less_and_less() -> None:
+    load, policy = Load("sequential"), Controller(shared_device=True)
+    policy.saw_draft_step(load, 1, 1.0)
+    tried = []
+    for number in range(300):
+        policy.saw_pass(load, 1, 1, 0.1, 0.1)
+        if policy.draft_pays(load, [0.9], 0):
+            assert policy.windows(load, [[0.9]]) == [1]
+            tried.append(number + 1)
+    assert tried == [16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+def test_the_time_per_token_is_that_of_all_answers_together(schedule: Schedule) -> None:
+    """Requests that drift apart are not counted twice."""
+    model, policy = ToyModel(200, top=0.8), Told(shared_device=schedule == "sequential")
+    target, drafter = ToyTarget(model, lambda rows: 0.1), ToyDrafter(model, step_time=lambda _: 0.03)
+    limits = Limits(max_num_seqs=3)
+    requests = [Request(i, (1, 2 + i), SamplingParams(max_tokens=60, schedule=schedule)) for i in range(3)]
+    simulation = Simulation(target, drafter, policy, limits)
+    simulation.run(requests)
+    assert 0.9 * simulation.now < sum(policy.since) <= simulation.now
+
+
+class Told(Controller):
+    """Writes the times between passes down."""
+
+    def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
+        self.since = [*getattr(self, "since", []), since_last or 0.0]
+        super().saw_pass(load, rows, tokens, elapsed, since_last)
+
+
+def test_a_pause_is_no_waiting() -> None:
+    core = Coordinator([Source("toy", True)], Limits(), FixedPolicy((1, 1, 1)))
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="parallel"), ()), 0.0))
+    run_round(core, [5], 0.0)
+    assert core.handle(m.TargetReady(0.1)) == [m.Wait(1.1)]
+    core.handle(m.Paused(0, True, 0.3))
+    core.handle(m.Paused(0, False, 100.0))
+    assert core.handle(m.TargetReady(200.0)) == [m.Wait(201.0)], "it waits anew"
+    core.handle(m.Paused(0, True, 200.0))
+    assert core.scheduler.running[0].stats.waited == pytest.approx(0.2)
 
 
 def test_a_full_round_is_a_matter_of_a_millisecond(say: Callable[[str], None]) -> None:

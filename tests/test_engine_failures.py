@@ -175,7 +175,7 @@ def test_a_draft_tree_that_grows_for_ever_keeps_what_is_alive() -> None:
         for node in draft.choose(3):
             draft.place(node)
             draft.expand(node, (5, 6), (-0.1, -3.0))
-        assert source.merge(draft.publish("toy", 0, 0.0), cache, 10**6, 10) == 0
+        assert source.merge(draft.publish("toy", 0), cache, 10**6, 10) == 0
         before = [path for node in draft.open if (path := texts(draft, node))[:1] == [5]]
         applied = draft.apply(len(draft.output_ids), (5,))
         cache.advance(5)
@@ -183,7 +183,7 @@ def test_a_draft_tree_that_grows_for_ever_keeps_what_is_alive() -> None:
         if draft.root == 0:
             break
     assert draft.epoch == 1 and len(draft.tokens) < 40, "the living ones only"
-    assert source.merge(draft.publish("toy", 0, 0.0), cache, 10**6, 10) == 0
+    assert source.merge(draft.publish("toy", 0), cache, 10**6, 10) == 0
     for node in range(1, len(draft.tokens)):
         seen, below = [], source.nodes[node]
         while below != cache.root:

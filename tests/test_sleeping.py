@@ -110,6 +110,18 @@ def test_sleeping_draft_that_stalls_holds_nobody_up(say: Callable[[str], None]) 
     assert max(gaps) < t_target + patience + 0.1
 
 
+def test_sleeping_target_teaches_the_time_per_token_of_several_requests() -> None:
+    """Their verdicts come one after another, at times of their own, and make one pass all the same."""
+    with SleepingEngine(
+        ToyModel(200, top=0.8), lambda rows: 0.01, lambda rows: 0.002, Limits(max_num_seqs=2)
+    ) as engine:
+        asked = [engine.submit((1, 2 + i), max_tokens=40, schedule="parallel") for i in range(2)]
+        for generation in asked:
+            generation.result()
+        learnt = engine.driver.coordinator.policy.costs_of(Load("parallel", 2)).per_token  # type: ignore[attr-defined]
+    assert learnt.weight > 5 and 0.001 < learnt.value < 0.02
+
+
 def test_sleeping_target_that_dies_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     """A failing step costs a restart; the answer goes on where it was, and nothing is lost or doubled."""
     model = ToyModel(200, top=0.8)

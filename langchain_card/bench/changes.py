@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from langchain_card.bench.contest import GPU_LIMITS, GPU_SLOTS, Library, joined
+from langchain_card.bench.contest import GPU_LIMITS, GPU_SLOTS, Library, card, controller, joined
 from langchain_card.bench.devices import Device
 from langchain_card.bench.traces import Trace
 from langchain_card.core.controller import Controller, Load
@@ -71,12 +71,14 @@ class Change:
         index: of the first round that ends behind the change.
         rounds: all of them.
         true_pass: seconds of a pass over one row after the change.
+        fresh: seconds per token of an engine that begins with the second half and knows nothing.
     """
 
     name: str
     index: int
     rounds: list[Round]
     true_pass: float
+    fresh: float
 
     def per_token(self, first: int, last: int | None = None) -> float:
         """Seconds per token from the end of round `first` to that of round `last`, counted from the change."""
@@ -94,8 +96,8 @@ def change(name: str, before: Sequence[Trace], after: Sequence[Trace], device: D
         device: step times.
         slower: how much longer a pass takes in the second half.
     """
-    first = joined(before, HALF)
-    text, costs = joined([first, joined(after, HALF)]), device.costs(RATIO)
+    first, second = joined(before, HALF), joined(after, HALF)
+    text, costs = joined([first, second]), device.costs(RATIO)
     policy, library = Watched(shared_device=False, limits=GPU_LIMITS), Library([text])
     half = len(first.token_ids)
     target = ToyTarget(library, lambda rows: costs.target(rows) * (slower if policy.tokens > half else 1.0))
@@ -103,7 +105,9 @@ def change(name: str, before: Sequence[Trace], after: Sequence[Trace], device: D
     params = SamplingParams(max_tokens=len(text.token_ids), schedule="parallel")
     Simulation(target, drafter, policy, GPU_LIMITS).run([Request(0, library.traces[0].prompt_ids, params)])
     index = next(i for i, one in enumerate(policy.rounds) if one.at > half)
-    return Change(name, index, policy.rounds, costs.target(1) * slower)
+    slow = replace(costs, target=lambda rows: slower * costs.target(rows))
+    fresh = 1 / card([second], slow, "parallel", controller())
+    return Change(name, index, policy.rounds, costs.target(1) * slower, fresh)
 
 
 def changes(kinds: Mapping[str, Sequence[Trace]], device: Device) -> list[Change]:

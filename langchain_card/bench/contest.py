@@ -33,8 +33,8 @@ OTHERS = ("plain", "chain", "card-synchronous", "linear-asynchronous", "outcome-
 WIDTH, BRANCH = 64, 4
 
 GPU_LIMITS = Limits(max_window=64, max_lead=64, max_draft_width=64, max_tree_nodes=16384, max_num_seqs=max(BATCHES))
-GPU_SLOTS = 4096
-"""Nodes that a draft on its own GPU holds KV for."""
+GPU_SLOTS, CPU_SLOTS = 4096, 64
+"""Nodes that a draft on its own GPU holds KV for, and one beside its target (`engine.DRAFT_SCRATCH`)."""
 
 GRID = [
     *(("parallel", Pins(*pins)) for pins in product((8, 64), (64,), (0, 2, 4, 8, 12, 16))),
@@ -139,6 +139,9 @@ def cell(name: str, traces: Sequence[Trace], trees: Sequence[TreeRun], device: D
     best, schedule, pins = max(fixed, key=lambda entry: entry[0])
     found.append(("card-fixed", f"{schedule}, width {pins.draft_width}, {pins.window} rows, lead {pins.lead}", best))
     found.append(("card", "", plain * card([text], costs, "auto", controller())))
+    limits = Limits()
+    smaller = card([text], costs, "auto", controller(limits=limits), limits=limits, num_slots=CPU_SLOTS)
+    found.append(("card-default", "", plain * smaller))
     return [Row(name, c, method, setting, speedup, ceiling) for method, setting, speedup in found]
 
 
@@ -149,7 +152,7 @@ def shared_cell(name: str, traces: Sequence[Trace], device: Device) -> list[Row]
     def run(schedule: Schedule) -> float:
         policy = controller(shared_device=True, limits=limits)
         return costs.target(1) * card(
-            [text], costs, schedule, policy, limits=limits, num_slots=64, slowdown=device.slowdown
+            [text], costs, schedule, policy, limits=limits, num_slots=CPU_SLOTS, slowdown=device.slowdown
         )
 
     schedules: tuple[Schedule, ...] = ("plain", "sequential", "parallel", "auto")
@@ -185,5 +188,8 @@ def contest(kinds: dict[str, list[Trace]], gpu: Device, cpu: Device, ratios: Seq
             *((shared_cell, (name, kinds[name], cpu)) for name in kinds),
             *((batch_cell, (name, kinds[name], gpu, 8.0, count)) for name, count in product(kinds, BATCHES)),
         ]
-        for future in [pool.submit(job, *args) for job, args in jobs]:
-            yield future.result()
+        try:
+            for future in [pool.submit(job, *args) for job, args in jobs]:
+                yield future.result()
+        finally:  # also when whoever reads this leaves
+            pool.shutdown(wait=False, cancel_futures=True)

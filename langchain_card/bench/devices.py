@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,18 +62,25 @@ def load_device(name: str) -> Device:
         target, draft = (
             {int(rows): float(seconds) for rows, seconds in row[side].items()} for side in ("target", "draft")
         )
-        if min(len(target), len(draft)) < 2:
-            raise ValueError("a curve needs two sizes")
         slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
+        for curve in (target, draft):
+            _check(curve, slowdown)
         return Device(row["name"], row["measured"], row["source"], target, draft, slowdown)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
         raise InvalidInputError("device", name, f"cannot be read ({error!r})", f"known: {known}") from error
 
 
+def _check(curve: Mapping[int, float], slowdown: tuple[float, float]) -> None:
+    if len(curve) < 2 or min(curve) < 1:
+        raise ValueError("a curve needs two sizes or more, each of a row or more")
+    if not all(0 < value < math.inf for value in (*curve.values(), *slowdown)):
+        raise ValueError("times and slow-downs are positive numbers")
+
+
 def line(curve: Mapping[int, float], rows: int) -> float:
-    """The value at `rows`: on the line between the points, and on beyond the last two."""
+    """The value at `rows`: on the line between the points, and on beyond the last two; more rows are never faster."""
     sizes = sorted(curve)
     i = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
     few, many = sizes[i - 1], sizes[i]
-    return curve[few] + (curve[many] - curve[few]) * (rows - few) / (many - few)
+    return curve[few] + max(0.0, curve[many] - curve[few]) * (rows - few) / (many - few)

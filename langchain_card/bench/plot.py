@@ -22,6 +22,7 @@ mpl.use("Agg")
 
 STYLES = {
     "card": ("card (this engine, learns as it goes)", "#c1121f", 3.0),
+    "card-default": ("this engine with its default limits", "#c1121f", 1.0),
     "card-fixed": ("this engine, best fixed setting in hindsight", "#e07a5f", 1.2),
     "tree": ("tree speculative decoding, tuned", "#2a6f97", 1.6),
     "chain": ("chain speculative decoding, tuned", "#61a5c2", 1.6),

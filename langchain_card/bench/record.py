@@ -47,8 +47,9 @@ def along(draft: ModelRunner, prompt_ids: Sequence[int], token_ids: Sequence[int
 @contextlib.contextmanager
 def borrowed(spec: ModelSpec) -> Iterator[Any]:
     """The model that engines of this process share."""
+    model = acquire_model(spec)
     try:
-        yield acquire_model(spec)
+        yield model
     finally:
         release_model(spec)
 

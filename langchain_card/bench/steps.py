@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from langchain_card.bench.devices import Device
 from langchain_card.bench.record import borrowed
@@ -80,21 +80,17 @@ def _curve(model: _Steps, repeats: int) -> dict[int, float]:
 def _together(target: _Steps, draft: _Steps, plan: ThreadPlan, seconds: float) -> Sequence[float]:
     """Median step times while both models work, each with its share of the threads."""
     until = time.perf_counter() + max(seconds, 1.0)
-    medians = [0.0, 0.0]
 
-    def work(side: int, model: _Steps, threads: int) -> None:
+    def work(model: _Steps, threads: int) -> float:
         use_threads(threads)
-        times = []
+        times = [model.seconds(1)]
         while time.perf_counter() < until:
             times.append(model.seconds(1))
-        medians[side] = statistics.median(times)
+        return statistics.median(times)
 
-    workers = [
-        threading.Thread(target=work, args=(0, target, plan.target("parallel"))),
-        threading.Thread(target=work, args=(1, draft, plan.draft("parallel"))),
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return medians
+    with ThreadPoolExecutor(2) as pool:
+        sides = [
+            pool.submit(work, model, threads)
+            for model, threads in ((target, plan.target("parallel")), (draft, plan.draft("parallel")))
+        ]
+        return [side.result() for side in sides]

@@ -56,6 +56,13 @@ def save(traces: Sequence[Trace], path: Path) -> None:
     path.write_text(json.dumps(rows, separators=(",", ":")))
 
 
+def _check(trace: Trace) -> None:
+    if not len(trace.token_ids) == len(trace.draft_ids) == len(trace.draft_logs):
+        raise ValueError("a text needs a row of the draft's choices for each of its tokens")
+    if any(not ids or len(ids) != len(logs) for ids, logs in zip(trace.draft_ids, trace.draft_logs, strict=True)):
+        raise ValueError("the draft's choices need one chance each")
+
+
 def load(path: Path) -> list[Trace]:
     """Reads what `save` wrote.
 
@@ -72,6 +79,8 @@ def load(path: Path) -> list[Trace]:
             )
             for row in json.loads(path.read_text())
         ]
+        for trace in traces:
+            _check(trace)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidInputError("traces", str(path), f"cannot be read ({error!r})", RECORD) from error
     if not any(trace.token_ids for trace in traces):

@@ -36,6 +36,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record, measure or simulate."""
+    _check(args)
     if args.record is not None:
         _record(args)
     elif args.steps is not None:
@@ -43,6 +44,24 @@ def run(args: argparse.Namespace) -> int:
     else:
         _simulate(args)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be known to be wrong is, before hours of work."""
+    from langchain_card.config import check_range
+    from langchain_card.errors import InvalidInputError
+
+    for ratio in args.ratios or ():
+        check_range("--ratios", ratio, 0.01, 1000.0, "target pass / draft step")
+    check_range("--count", args.count, 1, 100_000)
+    for option, ending in (("record", ".json"), ("steps", ".json"), ("json", ".json"), ("plot", "")):
+        path: Path | None = getattr(args, option)
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InvalidInputError(f"--{option}", str(path), "its folder does not exist", f"mkdir -p {path.parent}")
+        if not path.suffix or ending not in ("", path.suffix):
+            raise InvalidInputError(f"--{option}", str(path), f"must end in {ending or '.png, .svg or .pdf'}")
 
 
 def _record(args: argparse.Namespace) -> None:

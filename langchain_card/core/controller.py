@@ -23,7 +23,7 @@ MIN_CHANCE = 0.002
 """Nodes that the target reaches with a smaller chance are never expanded."""
 
 FIRST_CHANCE = 0.2
-"""Candidates likelier than this are verified before anything was measured."""
+"""Candidates likelier than this are verified where nothing was measured, or shall be again."""
 
 
 class Load(NamedTuple):
@@ -129,7 +129,7 @@ class Controller:
         saves = costs.draft.at(1) if parallel else costs.per_token.value
         row = costs.draft.row_cost() + (0.0 if parallel else costs.target.row_cost())
         min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
-        narrow = NARROW_STEPS if parallel and not hit else 0
+        narrow = NARROW_STEPS if parallel and not hit and self.pins.draft_width is None else 0
         steps = self.limits.max_lead if parallel else 1
         return Leave((1,) * narrow + (width,) * (steps - narrow), min_chance)
 
@@ -143,7 +143,7 @@ class Controller:
             return lead < self.pins.lead
         costs = self.costs_of(load)
         step = costs.draft.at(len(chances))
-        if not step or not costs.per_token.weight:
+        if not step or not costs.per_token.value or (costs.probing and load.schedule == "sequential"):
             return not lead  # measure it
         row = costs.target.row_cost() / costs.per_token.value  # in tokens: candidates below it are not verified
         tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in chances)
@@ -158,7 +158,7 @@ class Controller:
         if self.pins.window is not None:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
-        if not costs.per_token.weight:
+        if not costs.per_token.value or costs.probing:
             return [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
         return costs.widths(chances)
 
@@ -176,6 +176,7 @@ class Controller:
         """Learns the time of a pass and the time per token."""
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
+        costs.unverified = 0 if rows > load.num_seqs else costs.unverified + 1
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Policy
-from langchain_card.core.passes import Pass
+from langchain_card.core.passes import Passes
 from langchain_card.core.query import Query, Source, grant
 from langchain_card.core.request import FinishReason, Request, RequestState
 from langchain_card.core.scheduler import Scheduler
@@ -53,7 +53,7 @@ class Coordinator:
         self.draining = False
         self.stale = 0
         self._next_step_id = 0
-        self._pass = Pass()
+        self._passes = Passes(policy)
 
     def copy(self) -> Coordinator:
         """An independent copy that shares the policy."""
@@ -75,8 +75,8 @@ class Coordinator:
                 return self._submit(request, now)
             case m.Stopped(request_id, reason, now, num_tokens):
                 return self._stop(request_id, reason, now, num_tokens)
-            case m.Paused(request_id, paused):
-                return self._pause(request_id, paused)
+            case m.Paused(request_id, paused, now):
+                return self._pause(request_id, paused, now)
             case m.WorkerStarted(worker):
                 return self._welcome(worker)
             case m.WorkerDied(worker, now, reason):
@@ -95,7 +95,7 @@ class Coordinator:
         if m.TARGET not in self.workers:
             return [m.Wait(math.inf)]
         while (paused := self.scheduler.in_the_way()) is not None:
-            effects += self._leave(paused)
+            effects += self._leave(paused, now)
             self.scheduler.put_back(paused)
         while (admitted := self.scheduler.admit()) is not None:
             effects += self._begin(admitted, now)
@@ -106,13 +106,15 @@ class Coordinator:
                 until = min(until, state.wait_until)
             else:
                 ready.append(state)
+        if not ready and until == math.inf:
+            self._passes.interrupt()  # idle
         return [*effects, self._verify(ready, now) if ready else m.Wait(until)]
 
     def _verify(self, states: Sequence[RequestState], now: float) -> m.Verify:
         loads = [*map(self.scheduler.load, states)]
         windows = self.query.open_windows(states, loads, self._next_step_id, now)
         self._next_step_id += len(windows)
-        self._pass = Pass(windows, loads[0] if len(set(loads)) == 1 else None)
+        self._passes.begin(windows, loads[0] if len(set(loads)) == 1 else None)
         return m.Verify(tuple(windows))
 
     # Correct: what did the target decide?
@@ -130,9 +132,8 @@ class Coordinator:
         accepted = sources[: len(rows) - 1]
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
-        self._pass.add(window.step_id, len(tokens), verdict.elapsed, state.last_commit).tell(self.policy, now)
+        self._passes.add(window.step_id, len(tokens), verdict.elapsed, now)
         state.stats.add_round(len(window.token_ids), len(tokens), accepted, hit, verdict.elapsed, now)
-        state.last_commit = now
         by = (*accepted, "")[: len(tokens)]
         logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
         effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs)]
@@ -178,9 +179,11 @@ class Coordinator:
             source.exhausted = dropped is None or not proposal.token_ids
             if state.schedule == "parallel":
                 state.wait_until = None  # the draft moves: whether to wait on is a new question
-        if dropped is not None and proposal.elapsed and self.sources[proposal.source].paced:
-            state.stats.add_draft_step(len(proposal.expanded), proposal.elapsed if state.output_ids else 0.0)
-            self.policy.saw_draft_step(self.scheduler.load(state), len(proposal.expanded), proposal.elapsed)
+        if proposal.reading:
+            self._passes.interrupt()
+        if dropped is not None and proposal.forwarded and self.sources[proposal.source].paced:
+            state.stats.add_draft_step(proposal.forwarded, proposal.elapsed if state.output_ids else 0.0)
+            self.policy.saw_draft_step(self.scheduler.load(state), proposal.forwarded, proposal.elapsed)
         return []
 
     # Requests come and go.
@@ -200,6 +203,7 @@ class Coordinator:
 
     def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
         """Starts a request on the target and on the drafters that are there, or lets it go on."""
+        self._passes.interrupt()  # the next one reads the prompt
         if not state.incarnation:
             state.schedule = self.policy.schedule(state.schedule, has_drafters=bool(self.sources))
             state.stats.schedule, state.stats.started = state.schedule, now
@@ -231,19 +235,21 @@ class Coordinator:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, error: str = "") -> list[m.Effect]:
         state.stats.ended = now
-        effects = self._leave(state) if self.scheduler.end(state) else []
+        effects = self._leave(state, now) if self.scheduler.end(state) else []
         return [*effects, m.Finish(state.request.request_id, reason, state.stats, error)]
 
-    def _leave(self, state: RequestState) -> list[m.Effect]:
+    def _leave(self, state: RequestState, now: float) -> list[m.Effect]:
         """Frees what a request holds on the workers; what is in flight for it is stale from now on."""
         workers = [worker for worker in (m.TARGET, *state.sources) if worker in self.workers]
-        state.sources, state.window, state.wait_until, state.last_commit = {}, None, None, None
+        state.wait(now, None)
+        state.sources, state.window = {}, None
         return [m.End(worker, state.request.request_id) for worker in workers]
 
-    def _pause(self, request_id: int, paused: bool) -> list[m.Effect]:
+    def _pause(self, request_id: int, paused: bool, now: float) -> list[m.Effect]:
         state = self.scheduler.find(request_id)
         if state is not None:
-            state.paused, state.last_commit = paused and not self.draining, None
+            state.paused = paused and not self.draining
+            state.wait(now, None)
         return []
 
     # Workers fail and come back.
@@ -269,7 +275,7 @@ class Coordinator:
                 state.wait_until = None
             return effects
         for state in reversed(list(self.scheduler.running.values())):
-            effects += self._leave(state)
+            effects += self._leave(state, now)
             self.scheduler.put_back(state)
         for state in culprits if restart_at is not None else list(self.scheduler.waiting):
             effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
@@ -289,7 +295,7 @@ class Coordinator:
             state.window, state.wait_until = None, None
         if len(self.scheduler.running) > 1:
             youngest = list(self.scheduler.running.values())[-1]
-            effects += self._leave(youngest)
+            effects += self._leave(youngest, now)
             self.scheduler.put_back(youngest)
             self.scheduler.capacity = len(self.scheduler.running)
             return effects

@@ -16,7 +16,10 @@ SIZE_DECAY = 0.98
 """The same for how much longer one size of step takes than another, which hardly changes."""
 
 MAX_SURPRISE = 2.0
-"""A step that takes so many times longer than was expected, or more, counts as so many."""
+"""A step that takes so many times longer than was expected, or more, counts as so many; a shorter one likewise."""
+
+FIRST_PROBE = 16
+"""Passes without candidates after which they are tried again; a power of two."""
 
 ROW_COST = 0.05
 """Share of a step that one more row is taken to cost where nothing was measured."""
@@ -57,9 +60,11 @@ class StepTimes:
 
     def observe(self, rows: int, elapsed: float) -> None:
         """A step over `rows` rows took `elapsed` seconds."""
-        if _size(rows) in self._sizes and (expected := self.at(rows)) > 0:
+        if (expected := self.at(rows)) > 0:
             surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
-            self._speed *= 1 + (surprise - 1) * (1 - SPEED_DECAY)
+            elapsed = surprise * expected
+            if _size(rows) in self._sizes:
+                self._speed *= 1 + (surprise - 1) * (1 - SPEED_DECAY)
         size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
         size.add(rows)
         seconds.add(elapsed / self._speed)
@@ -99,12 +104,22 @@ class CostModel:
         draft: a draft step, by nodes expanded.
         target: a pass of the target, by rows verified.
         per_token: time per token of all answers together.
+        unverified: passes in a row that verified no candidate.
     """
 
     def __init__(self) -> None:
         self.draft = StepTimes()
         self.target = StepTimes()
         self.per_token = Mean()
+        self.unverified = 0
+
+    @property
+    def probing(self) -> bool:
+        """Whether to try once more what does not seem to pay: costs that were measured in a bad moment would stand.
+
+        After 16 passes in vain, then 32, 64, ...: where it never pays, it soon costs nothing.
+        """
+        return self.unverified >= FIRST_PROBE and self.unverified.bit_count() == 1
 
     def pays(self, tokens: float, seconds: float) -> bool:
         """Whether `tokens` more tokens are worth so much time."""

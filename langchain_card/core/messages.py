@@ -37,7 +37,9 @@ class Proposal:
         token_ids: [n].
         scores: [n] log of the estimated chance that the target picks the token after its parent.
         expanded: numbers of the nodes whose children are now all published.
+        forwarded: how many nodes the step expanded; 0 where it took no device time. `expanded` may repeat older ones.
         elapsed: seconds of the step, prompt reading left out; of one for several requests, this one's share.
+        reading: seconds of reading the text before the step.
         steps: credits that this answers.
         incarnation: of the `Begin` that this answers; the worker fills it in.
     """
@@ -52,7 +54,9 @@ class Proposal:
     token_ids: tuple[int, ...]
     scores: tuple[float, ...]
     expanded: tuple[int, ...] = ()
+    forwarded: int = 0
     elapsed: float = 0.0
+    reading: float = 0.0
     steps: int = 1
     incarnation: int = 0
 

@@ -1,44 +1,53 @@
-"""One pass of the target over several requests, put together from its verdicts: what the policy learns from."""
+"""Passes of the target over several requests, put together from their verdicts: what the policy learns from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from typing_extensions import Self
-
 from langchain_card.core.controller import Load, Policy
 from langchain_card.core.messages import Window
 
 
-class Pass:
-    """A pass under way.
+class Passes:
+    """One pass after another.
 
     Args:
-        windows: what is verified.
-        load: what runs; None when the requests run under several schedules, of which nothing is learnt.
+        policy: told of each.
     """
 
-    def __init__(self, windows: Sequence[Window] = (), load: Load | None = None) -> None:
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._load: Load | None = None
+        self._rows = self._tokens = 0
+        self._elapsed = 0.0
+        self._open: set[int] = set()
+        self._last_end: float | None = None
+
+    def begin(self, windows: Sequence[Window], load: Load | None) -> None:
+        """A pass over `windows`; of one under several schedules, which is no single load, nothing is learnt.
+
+        Nor is anything of a pass before it of which a verdict was lost.
+        """
+        if self._open:
+            self.interrupt()
+        self._load = load
         self._rows = sum(len(window.token_ids) for window in windows)
         self._open = {window.step_id for window in windows}
-        self._load = load
         self._tokens, self._elapsed = 0, 0.0
-        self._since: float | None = None
-        self._apart = False
 
-    def add(self, step_id: int, tokens: int, elapsed: float, since: float | None) -> Self:
-        """One verdict committed `tokens` tokens; `since` is when its request's last one did."""
-        if step_id in self._open:
-            self._apart |= since is None or self._since not in (None, since)
-            self._open.discard(step_id)
-            self._since = since
-            self._tokens, self._elapsed = self._tokens + tokens, self._elapsed + elapsed
-        return self
+    def interrupt(self) -> None:
+        """Something that is no decoding lies between the last pass and the end of the next: a prompt, or idleness."""
+        self._last_end = None
 
-    def tell(self, policy: Policy, now: float) -> None:
-        """Tells the policy once all verdicts are there. A pass of which one was lost teaches nothing."""
-        if self._open or self._load is None:
+    def add(self, step_id: int, tokens: int, elapsed: float, now: float) -> None:
+        """One verdict committed `tokens` tokens; the last one ends the pass."""
+        if step_id not in self._open:
             return
-        since_last = None if self._apart or self._since is None else now - self._since
-        policy.saw_pass(self._load, self._rows, self._tokens, self._elapsed, since_last)
-        self._load = None
+        self._open.discard(step_id)
+        self._tokens, self._elapsed = self._tokens + tokens, self._elapsed + elapsed
+        if self._open:
+            return
+        if self._load is not None:
+            since_last = None if self._last_end is None else now - self._last_end
+            self._policy.saw_pass(self._load, self._rows, self._tokens, self._elapsed, since_last)
+        self._last_end = now

@@ -15,8 +15,6 @@ from langchain_card.core import messages as m
 from langchain_card.core.controller import Leave, Load, Policy
 from langchain_card.core.request import RequestState
 
-PROBE_ROUNDS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -121,13 +119,7 @@ class Query:
             chances = [chance - verified[-1] for chance in chances if chance > verified[-1]]
         if not any(chances):
             return False
-        return self.policy.draft_pays(load, chances, lead) or (
-            load.schedule == "sequential" and self._probe_due(state, name)
-        )
-
-    def _probe_due(self, state: RequestState, name: str) -> bool:
-        """Now and then a step is taken that does not seem to pay, or costs measured in a bad moment would stand."""
-        return state.stats.rounds % PROBE_ROUNDS == 0 and state.tree.root not in state.sources[name].expanded
+        return self.policy.draft_pays(load, chances, lead)
 
 
 def grant(state: RequestState, name: str, leave: Leave) -> m.Grow:

@@ -219,7 +219,6 @@ class RequestState:
         paused: its consumer reads too slowly.
         failures: target steps in a row that failed with it.
         incarnation: how often it was begun.
-        last_commit: time of the last commit; None when something else than a round has happened since.
     """
 
     request: Request
@@ -235,7 +234,6 @@ class RequestState:
     paused: bool = False
     failures: int = 0
     incarnation: int = 0
-    last_commit: float | None = None
 
     @classmethod
     def waiting(cls, request: Request, now: float) -> RequestState:

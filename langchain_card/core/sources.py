@@ -82,7 +82,8 @@ class SourceState:
         if proposal.epoch == self.epoch and first < len(self.nodes):
             return False  # repeated
         return (
-            0.0 <= proposal.elapsed <= MAX_SECONDS
+            all(0.0 <= seconds <= MAX_SECONDS for seconds in (proposal.elapsed, proposal.reading))
+            and 0 <= proposal.forwarded <= MAX_NUMBER
             and 1 <= proposal.steps <= MAX_NUMBER
             and first > 0
             and first + count <= MAX_NUMBER
@@ -104,6 +105,6 @@ class SourceState:
 def _well_typed(proposal: Proposal) -> bool:
     """Whether all numbers of nodes, tokens and steps are integers, and chances and times are real numbers."""
     p = proposal
-    single = (p.epoch, p.root, p.applied_len, p.first, p.steps, p.incarnation)
+    single = (p.epoch, p.root, p.applied_len, p.first, p.forwarded, p.steps, p.incarnation)
     integers = {*map(type, single), *map(type, p.parents), *map(type, p.token_ids), *map(type, p.expanded)}
-    return integers == {int} and {type(p.elapsed), *map(type, p.scores)} <= {int, float}
+    return integers == {int} and {type(p.elapsed), type(p.reading), *map(type, p.scores)} <= {int, float}

@@ -134,20 +134,23 @@ class ModelDrafter:
     def _step(self, budget: Budget, sequence: _Sequence) -> Proposal:
         tree, request_id = sequence.tree, budget.request_id
         if len(tree.prompt_ids) + len(tree.output_ids) + self._runner.num_scratch > self._runner.max_len:
-            return tree.publish(self.name, request_id, 0.0)  # the text is longer than the draft's context
+            return tree.publish(self.name, request_id)  # the text is longer than the draft's context
         cache = sequence.cache = sequence.cache or self._runner.open()
         nodes = tree.choose(budget.width, budget.min_chance)
         unread = sequence.unread()
+        reading = 0.0
         if len(unread) > CATCH_UP_ROWS:
+            begun = time.perf_counter()
             self._runner.prefill(cache, unread[:-1])
-            unread = unread[-1:]
+            unread, reading = unread[-1:], time.perf_counter() - begun
         started = time.perf_counter()
         if nodes == [tree.root]:
             self._expand(sequence, nodes, self._read(tree, cache, unread))
         elif nodes:
             paths = [tree.place(node) for node in nodes]
             self._expand(sequence, nodes, self._runner.step(cache, [tree.tokens[node] for node in nodes], paths))
-        return tree.publish(self.name, request_id, time.perf_counter() - started)
+        elapsed = time.perf_counter() - started
+        return tree.publish(self.name, request_id, forwarded=len(nodes), elapsed=elapsed, reading=reading)
 
     def _read(self, tree: DraftTree, cache: KVCache, unread: list[int]) -> Tensor:
         """Forwards the last committed tokens as a chain; logits [1, vocabulary] of the last."""

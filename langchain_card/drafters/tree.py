@@ -129,8 +129,10 @@ class DraftTree:
             self.slots.append(None)
             self.children.append({})
 
-    def publish(self, source: str, request_id: int, elapsed: float) -> Proposal:
-        """All nodes of this epoch that were not published yet."""
+    def publish(
+        self, source: str, request_id: int, *, forwarded: int = 0, elapsed: float = 0.0, reading: float = 0.0
+    ) -> Proposal:
+        """All nodes of this epoch that were not published yet; see `core.messages.Proposal`."""
         first = self.published
         self.published = len(self.tokens)
         new = range(first, len(self.tokens))
@@ -145,7 +147,9 @@ class DraftTree:
             token_ids=tuple(self.tokens[first:]),
             scores=tuple(self.scores[node] - self.scores[self.parents[node]] for node in new),
             expanded=tuple(dict.fromkeys(self.parents[first:])),
-            elapsed=elapsed if new else 0.0,
+            forwarded=forwarded,
+            elapsed=elapsed,
+            reading=reading,
         )
 
     def _start_epoch(self) -> None:

@@ -207,7 +207,7 @@ class ToyDrafter:
                 tree.place(node)
             found = self._script.candidates(self._prefix(tree, node), self._number)
             tree.expand(node, [token for token, _ in found], [score for _, score in found])
-        return tree.publish(self.name, request_id, elapsed)
+        return tree.publish(self.name, request_id, forwarded=len(nodes), elapsed=elapsed)
 
     def _prefix(self, tree: DraftTree, node: int) -> tuple[int, ...]:
         return (*tree.prompt_ids, *tree.output_ids, *(tree.tokens[above] for above in tree.path(node)))
