@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from langchain_card.bench import contest, trees
-from langchain_card.bench.changes import Change, changes
+from langchain_card.bench.changes import Change, change, changes
 from langchain_card.bench.devices import load_device
 from langchain_card.bench.traces import Trace, shipped
 from langchain_card.config import Pins
@@ -77,17 +77,17 @@ def test_a_sudden_change_is_followed_within_twenty_rounds(
     number: int, seen: list[Change], say: Callable[[str], None]
 ) -> None:
     """By then it knows what a pass takes, and goes on as fast as one that has known nothing else before."""
-    change = seen[number]
-    believed = change.rounds[change.index + 20].believed
-    assert believed == pytest.approx(change.true_pass, rel=0.25)
-    around, after = change.per_token(10, 30), change.per_token(20)
-    known = change.rounds[change.index + 20].per_token
+    run = seen[number]
+    believed = run.rounds[run.index + 20].believed
+    assert believed == pytest.approx(run.true_pass, rel=0.25)
+    around, after = run.per_token(10, 30), run.per_token(20)
+    known = run.rounds[run.index + 20].per_token
     say(
-        f"{change.name}: after 20 rounds {1e3 * known:.2f} ms a token believed, {1e3 * around:.2f} in rounds 10 to 30; "
-        f"from then on {1e3 * after:.2f}, {1e3 * change.fresh:.2f} for one that knew nothing"
+        f"{run.name}: after 20 rounds {1e3 * known:.2f} ms a token believed, {1e3 * around:.2f} in rounds 10 to 30; "
+        f"from then on {1e3 * after:.2f}, {1e3 * run.fresh:.2f} for one that knew nothing"
     )
     assert known == pytest.approx(around, rel=0.35)
-    assert after <= 1.1 * change.fresh
+    assert after <= 1.1 * run.fresh
 
 
 def test_planted_windows_that_do_not_follow_a_change_are_seen(
@@ -96,7 +96,7 @@ def test_planted_windows_that_do_not_follow_a_change_are_seen(
     """Three candidates at most, whatever happens: right for nothing that comes, and slower than `fresh`."""
     windows = Controller.windows
     monkeypatch.setattr(Controller, "windows", lambda *args: [min(3, width) for width in windows(*args)])
-    assert changes(KINDS, GPU)[1].per_token(20) > 1.1 * seen[1].fresh
+    assert change("chat, then code", KINDS["chat"], KINDS["code"], GPU).per_token(20) > 1.1 * seen[1].fresh
 
 
 def test_the_recorded_contest_holds() -> None:

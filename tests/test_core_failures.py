@@ -93,7 +93,7 @@ def test_malformed_proposals_change_nothing() -> None:
         {"expanded": (-1,)}, {"request_id": 9}, {"source": "nobody"}, {"token_ids": (-1,)}, {"token_ids": (50,)},
         {"scores": (1.0,)}, {"scores": (math.nan,)}, {"scores": ("no",)}, {"token_ids": (7.5,)}, {"parents": (0.0,)},
         {"epoch": "0"}, {"steps": 0}, {"steps": -(10**9)}, {"steps": 1.5}, {"elapsed": -1.0}, {"elapsed": 1e12},
-        {"elapsed": math.inf}, {"elapsed": math.nan}, {"elapsed": None}, {"forwarded": -1},
+        {"elapsed": math.inf}, {"elapsed": math.nan}, {"elapsed": None}, {"forwarded": -1}, {"forwarded": 1},
         {"reading": -1.0}, {"expanded": (None,)},
     ]  # fmt: skip
     for fields in bad:

@@ -85,8 +85,8 @@ class Policy(Protocol):
             since_last: from the end of the pass before to the end of this one; None when something else came between.
         """
 
-    def saw_draft_step(self, load: Load, nodes: int, elapsed: float) -> None:
-        """A draft expanded `nodes` nodes of one request."""
+    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
+        """A draft expanded `nodes` nodes of one request, in `elapsed` seconds: its share of a step over `together`."""
 
     def saw_token(self, *, hit: bool) -> None:
         """A token was committed where a drafter had looked; `hit` if it was in the cache."""
@@ -126,7 +126,7 @@ class Controller:
         """
         costs, width = self.costs_of(load), self.pins.draft_width or self.limits.max_draft_width
         parallel = load.schedule == "parallel"
-        saves = costs.draft.at(1) if parallel else costs.per_token.value
+        saves = costs.draft_share(1) if parallel else costs.per_token.value
         row = costs.draft.row_cost() + (0.0 if parallel else costs.target.row_cost())
         min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
         narrow = NARROW_STEPS if parallel and not hit and self.pins.draft_width is None else 0
@@ -142,7 +142,7 @@ class Controller:
         if self.pins.lead is not None:
             return lead < self.pins.lead
         costs = self.costs_of(load)
-        step = costs.draft.at(len(chances))
+        step = costs.draft_share(len(chances))
         if not step or not costs.per_token.value or (costs.probing and load.schedule == "sequential"):
             return not lead  # measure it
         row = costs.target.row_cost() / costs.per_token.value  # in tokens: candidates below it are not verified
@@ -159,15 +159,18 @@ class Controller:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
         if not costs.per_token.value or costs.probing:
-            return [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
-        return costs.widths(chances)
+            widths = [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
+        else:
+            widths = costs.widths(chances)
+        costs.expected = sum(sum(candidates[:width]) for candidates, width in zip(chances, widths, strict=True))
+        return widths
 
     def patience(self, load: Load) -> float:
         """A few usual steps: it bounds the wait for one that was lost, or that takes much longer than it used to.
 
         Under `sequential` a step is taken inline, on the target's own thread, before anybody could wait.
         """
-        step = self.costs_of(load).draft.at(1)
+        step = self.costs_of(load).draft_share(1)
         if load.schedule == "parallel":
             return 2 * step * load.num_seqs
         return 20 * step if step else 60.0
@@ -176,13 +179,18 @@ class Controller:
         """Learns the time of a pass and the time per token."""
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
+        if costs.expected:
+            costs.trust.add((tokens - load.num_seqs) / costs.expected, costs.expected)
+            costs.expected = 0.0
         costs.unverified = 0 if rows > load.num_seqs else costs.unverified + 1
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
 
-    def saw_draft_step(self, load: Load, nodes: int, elapsed: float) -> None:
-        """Learns the time of a draft step."""
-        self.costs_of(load).draft.observe(nodes, elapsed)
+    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
+        """Learns the time of a draft step, and how requests share it."""
+        costs = self.costs_of(load)
+        costs.draft.observe(together, elapsed * together / nodes)
+        costs.sharing.add(together / nodes)
 
     def saw_token(self, *, hit: bool) -> None:
         """Learns how often a drafter is right."""

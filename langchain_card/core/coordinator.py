@@ -183,7 +183,8 @@ class Coordinator:
             self._passes.interrupt()
         if dropped is not None and proposal.forwarded and self.sources[proposal.source].paced:
             state.stats.add_draft_step(proposal.forwarded, proposal.elapsed if state.output_ids else 0.0)
-            self.policy.saw_draft_step(self.scheduler.load(state), proposal.forwarded, proposal.elapsed)
+            load = self.scheduler.load(state)
+            self.policy.saw_draft_step(load, proposal.forwarded, proposal.together, proposal.elapsed)
         return []
 
     # Requests come and go.

@@ -15,10 +15,13 @@ SPEED_DECAY = 0.8
 SIZE_DECAY = 0.98
 """The same for how much longer one size of step takes than another, which hardly changes."""
 
+TRUST_DECAY = 0.99
+"""The same for how far the chances that a draft states are to be believed."""
+
 MAX_SURPRISE = 2.0
 """A step that takes so many times longer than was expected, or more, counts as so many; a shorter one likewise."""
 
-FIRST_PROBE = 16
+FIRST_PROBE = 32
 """Passes without candidates after which they are tried again; a power of two."""
 
 ROW_COST = 0.05
@@ -102,24 +105,34 @@ class CostModel:
 
     Attributes:
         draft: a draft step, by nodes expanded.
+        sharing: how many requests share a draft step: all nodes over those of one.
         target: a pass of the target, by rows verified.
         per_token: time per token of all answers together.
+        trust: candidates accepted / the sum of their chances, as drafts state them.
+        expected: the sum of the chances of those under way.
         unverified: passes in a row that verified no candidate.
     """
 
     def __init__(self) -> None:
         self.draft = StepTimes()
+        self.sharing = Mean(prior=1.0)
         self.target = StepTimes()
         self.per_token = Mean()
+        self.trust = Mean(prior=1.0, weight=50.0, decay=TRUST_DECAY)
+        self.expected = 0.0
         self.unverified = 0
 
     @property
     def probing(self) -> bool:
         """Whether to try once more what does not seem to pay: costs that were measured in a bad moment would stand.
 
-        After 16 passes in vain, then 32, 64, ...: where it never pays, it soon costs nothing.
+        After 32 passes in vain, then 64, 128, ...: where it never pays, it soon costs nothing.
         """
         return self.unverified >= FIRST_PROBE and self.unverified.bit_count() == 1
+
+    def draft_share(self, nodes: int) -> float:
+        """Seconds of a draft step that expands `nodes` nodes for one request, which shares it with others."""
+        return self.draft.at(round(self.sharing.value * nodes)) / self.sharing.value
 
     def pays(self, tokens: float, seconds: float) -> bool:
         """Whether `tokens` more tokens are worth so much time."""
@@ -131,12 +144,13 @@ class CostModel:
         Args:
             chances: by request, of its candidates, likeliest first.
         """
-        best, widths, tried = -self.target.at(len(chances)), [0] * len(chances), [0] * len(chances)
+        fewest, price = self.target.at(len(chances)), self.trust.value * self.per_token.value
+        best, widths, tried = 0.0, [0] * len(chances), [0] * len(chances)
         tokens, rows = 0.0, len(chances)
         for chance, request in heapq.merge(*([(-c, i) for c in cs] for i, cs in enumerate(chances))):
             tokens, rows = tokens - chance, rows + 1
             tried[request] += 1
-            worth = tokens * self.per_token.value - self.target.at(rows)
+            worth = tokens * price - (self.target.at(rows) - fewest)
             if worth > best:
                 best, widths = worth, tried.copy()
         return widths

@@ -38,7 +38,8 @@ class Proposal:
         scores: [n] log of the estimated chance that the target picks the token after its parent.
         expanded: numbers of the nodes whose children are now all published.
         forwarded: how many nodes the step expanded; 0 where it took no device time. `expanded` may repeat older ones.
-        elapsed: seconds of the step, prompt reading left out; of one for several requests, this one's share.
+        together: nodes that the step expanded for all its requests, this one's among them.
+        elapsed: seconds of the step, prompt reading left out; of one for several requests, this one's share by nodes.
         reading: seconds of reading the text before the step.
         steps: credits that this answers.
         incarnation: of the `Begin` that this answers; the worker fills it in.
@@ -55,6 +56,7 @@ class Proposal:
     scores: tuple[float, ...]
     expanded: tuple[int, ...] = ()
     forwarded: int = 0
+    together: int = 0
     elapsed: float = 0.0
     reading: float = 0.0
     steps: int = 1

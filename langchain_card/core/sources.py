@@ -83,7 +83,7 @@ class SourceState:
             return False  # repeated
         return (
             all(0.0 <= seconds <= MAX_SECONDS for seconds in (proposal.elapsed, proposal.reading))
-            and 0 <= proposal.forwarded <= MAX_NUMBER
+            and 0 <= proposal.forwarded <= proposal.together <= MAX_NUMBER
             and 1 <= proposal.steps <= MAX_NUMBER
             and first > 0
             and first + count <= MAX_NUMBER
@@ -105,6 +105,6 @@ class SourceState:
 def _well_typed(proposal: Proposal) -> bool:
     """Whether all numbers of nodes, tokens and steps are integers, and chances and times are real numbers."""
     p = proposal
-    single = (p.epoch, p.root, p.applied_len, p.first, p.forwarded, p.steps, p.incarnation)
+    single = (p.epoch, p.root, p.applied_len, p.first, p.forwarded, p.together, p.steps, p.incarnation)
     integers = {*map(type, single), *map(type, p.parents), *map(type, p.token_ids), *map(type, p.expanded)}
     return integers == {int} and {type(p.elapsed), type(p.reading), *map(type, p.scores)} <= {int, float}

@@ -130,7 +130,14 @@ class DraftTree:
             self.children.append({})
 
     def publish(
-        self, source: str, request_id: int, *, forwarded: int = 0, elapsed: float = 0.0, reading: float = 0.0
+        self,
+        source: str,
+        request_id: int,
+        *,
+        forwarded: int = 0,
+        together: int | None = None,
+        elapsed: float = 0.0,
+        reading: float = 0.0,
     ) -> Proposal:
         """All nodes of this epoch that were not published yet; see `core.messages.Proposal`."""
         first = self.published
@@ -148,6 +155,7 @@ class DraftTree:
             scores=tuple(self.scores[node] - self.scores[self.parents[node]] for node in new),
             expanded=tuple(dict.fromkeys(self.parents[first:])),
             forwarded=forwarded,
+            together=forwarded if together is None else together,
             elapsed=elapsed,
             reading=reading,
         )

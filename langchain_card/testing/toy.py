@@ -188,7 +188,7 @@ class ToyDrafter:
         count = sum(map(len, chosen))
         per_node = self.step_time(count) / count if count else 0.0
         return [
-            self._step(budget.request_id, nodes, per_node * len(nodes))
+            self._step(budget.request_id, nodes, count, per_node * len(nodes))
             for budget, nodes in zip(budgets, chosen, strict=True)
         ]
 
@@ -200,14 +200,14 @@ class ToyDrafter:
         """Frees everything."""
         self.trees.clear()
 
-    def _step(self, request_id: int, nodes: Sequence[int], elapsed: float) -> Proposal:
+    def _step(self, request_id: int, nodes: Sequence[int], together: int, elapsed: float) -> Proposal:
         tree = self.trees[request_id]
         for node in nodes:
             if node != tree.root:
                 tree.place(node)
             found = self._script.candidates(self._prefix(tree, node), self._number)
             tree.expand(node, [token for token, _ in found], [score for _, score in found])
-        return tree.publish(self.name, request_id, forwarded=len(nodes), elapsed=elapsed)
+        return tree.publish(self.name, request_id, forwarded=len(nodes), together=together, elapsed=elapsed)
 
     def _prefix(self, tree: DraftTree, node: int) -> tuple[int, ...]:
         return (*tree.prompt_ids, *tree.output_ids, *(tree.tokens[above] for above in tree.path(node)))
@@ -247,7 +247,7 @@ class FixedPolicy:
     def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
         """Ignored."""
 
-    def saw_draft_step(self, load: Load, nodes: int, elapsed: float) -> None:
+    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
         """Ignored."""
 
     def saw_token(self, *, hit: bool) -> None:
