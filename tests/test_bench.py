@@ -129,7 +129,7 @@ def test_bench_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--count", "0"], "--count"),
         (["--json", "nowhere/rows.json"], "mkdir -p nowhere"),
         (["--json", "rows.txt"], "must end in .json"),
-        (["--plot", "picture"], ".png"),
+        (["--plot", "picture.txt"], ".png"),
     ],
 )
 def test_bench_looks_before_it_works(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float
     for nodes, elapsed in draft.items():
         policy.saw_draft_step(load, nodes, nodes, elapsed)
     for rows, elapsed in target.items():
-        policy.saw_pass(load, rows, 1, elapsed, per_token)
+        policy.saw_pass(load, 1, rows, 1, elapsed, per_token)
     return policy
 
 
@@ -163,10 +163,10 @@ def test_requests_that_share_draft_steps_make_them_cheap() -> None:
 def test_chances_are_believed_as_far_as_they_came_true() -> None:
     load, policy = Load("sequential"), Controller(shared_device=True)
     for rows, elapsed in ((1, 0.10), (4, 0.13), (1, 0.10)):
-        policy.saw_pass(load, rows, 1, elapsed, 0.10)
+        policy.saw_pass(load, 1, rows, 1, elapsed, 0.10)
     verified = [policy.windows(load, [[0.2]]) == [1]]
     while verified[-1] and len(verified) < 300:
-        policy.saw_pass(load, 2, 1, 0.11, 0.10)  # never accepted
+        policy.saw_pass(load, 1, 2, 1, 0.11, 0.10)  # never accepted
         verified.append(policy.windows(load, [[0.2]]) == [1])
     assert verified[0] and not verified[-1]
 
@@ -186,7 +186,7 @@ def test_requests_that_are_verified_together_compete_for_rows() -> None:
     load = Load("parallel", 2)
     policy = Controller(shared_device=False)
     for rows, elapsed in ((2, 0.10), (4, 0.104), (6, 0.18)):
-        policy.saw_pass(load, rows, 2, elapsed, 0.10)
+        policy.saw_pass(load, 2, rows, 2, elapsed, 0.10)
     assert policy.windows(load, [[0.9, 0.8, 0.3], [0.2, 0.1]]) == [2, 0], "two rows are cheap, and go to the likely"
     alone = Load("parallel", 1)
     assert policy.windows(alone, [[0.9, 0.8, 0.3]]) == [3], "of one request alone nothing is known yet"
@@ -204,19 +204,21 @@ def test_what_is_pinned_is_not_decided() -> None:
         EngineConfig(pins=Pins(window=17))
 
 
-def slow_once(seconds: float) -> Callable[[int], float]:
-    """Step times of a target of which the first pass over several rows takes long."""
+def slow_once(usual: Callable[[int], float], least: int, seconds: float) -> Callable[[int], float]:
+    """Step times of which the first over `least` rows or more takes long."""
     cold = [seconds]
-    return lambda rows: cold.pop() if rows > 1 and cold else 0.1 + 0.002 * rows
+    return lambda rows: cold.pop() if rows >= least and cold else usual(rows)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
-def test_one_slow_pass_does_not_end_speculation(schedule: Schedule) -> None:
-    """The first pass over several rows may take long: a page fault, a kernel that is built."""
+@pytest.mark.parametrize("cold", [(0.1, 0.02), (20.0, 0.02), (0.1, 0.5), (0.1, 20.0)])
+def test_one_slow_step_does_not_end_speculation(schedule: Schedule, cold: tuple[float, float]) -> None:
+    """The first one over several rows, or of the draft, may take long: a page fault, a kernel that is built."""
     model, speeds = ToyModel(200, top=0.8, sibling=0.7), []
-    for times in (slow_once(0.1), slow_once(20.0)):
+    for target_cold, draft_cold in ((0.1, 0.02), cold):
         policy = Controller(shared_device=schedule == "sequential")
-        target, drafter = ToyTarget(model, times), ToyDrafter(model, step_time=lambda _: 0.02)
+        target = ToyTarget(model, slow_once(lambda rows: 0.1 + 0.002 * rows, 2, target_cold))
+        drafter = ToyDrafter(model, step_time=slow_once(lambda _: 0.02, 1, draft_cold))
         for number in range(2):  # the second answer counts
             params = SamplingParams(max_tokens=200, schedule=schedule)
             _, stats = simulate(Request(number, (1, 2), params), target, drafter, policy, Limits())
@@ -227,13 +229,30 @@ def test_one_slow_pass_does_not_end_speculation(schedule: Schedule) -> None:
 def test_what_never_pays_is_tried_less_and_less() -> None:
     load, policy = Load("sequential"), Controller(shared_device=True)
     policy.saw_draft_step(load, 1, 1, 1.0)
-    tried = []
-    for number in range(300):
-        policy.saw_pass(load, 1, 1, 0.1, 0.1)
-        if policy.draft_pays(load, [0.9], 0):
-            assert policy.windows(load, [[0.9]]) == [1]
-            tried.append(number + 1)
-    assert tried == [32, 64, 128, 256]
+    policy.saw_pass(load, 1, 2, 1, 5.0, 0.1)
+    policy.saw_pass(load, 1, 1, 1, 0.1, 0.1)
+    drafted, verified = [], []
+    for number in range(1, 300):
+        candidates = [0.9] if policy.draft_pays(load, [0.9], 0) else []
+        if candidates:
+            drafted.append(number)
+            policy.saw_draft_step(load, 1, 1, 1.0)
+        (width,) = policy.windows(load, [candidates])
+        verified += [number] * width
+        policy.saw_pass(load, 1, 1 + width, 1, 5.0 if width else 0.1, 5.0 if width else 0.1)
+    assert drafted == [31, 31 + 64, 31 + 64 + 128]
+    assert set(verified) <= set(drafted)
+
+
+def test_requests_that_wait_are_not_in_the_pass() -> None:
+    """Four run, one is verified: its candidates came true, so they are believed."""
+    load, policy = Load("sequential", 4), Controller(shared_device=True)
+    for rows, elapsed in ((1, 0.10), (4, 0.13)):
+        policy.saw_pass(load, 1, rows, 1, elapsed, 0.10)
+    for _ in range(50):
+        assert policy.windows(load, [[0.9]]) == [1]
+        policy.saw_pass(load, 1, 2, 2, 0.11, 0.11)
+    assert policy.costs_of(load).trust.value > 1.0
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
@@ -251,9 +270,11 @@ def test_the_time_per_token_is_that_of_all_answers_together(schedule: Schedule) 
 class Told(Controller):
     """Writes the times between passes down."""
 
-    def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
+    def saw_pass(
+        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+    ) -> None:
         self.since = [*getattr(self, "since", []), since_last or 0.0]
-        super().saw_pass(load, rows, tokens, elapsed, since_last)
+        super().saw_pass(load, requests, rows, tokens, elapsed, since_last)
 
 
 def test_a_pause_is_no_waiting() -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from langchain_card.bench.contenders import Costs
@@ -65,22 +66,28 @@ def load_device(name: str) -> Device:
         slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
         for curve in (target, draft):
             _check(curve, slowdown)
-        return Device(row["name"], row["measured"], row["source"], target, draft, slowdown)
+        return Device(row["name"], row["measured"], row["source"], _rising(target), _rising(draft), slowdown)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
         raise InvalidInputError("device", name, f"cannot be read ({error!r})", f"known: {known}") from error
 
 
 def _check(curve: Mapping[int, float], slowdown: tuple[float, float]) -> None:
-    if len(curve) < 2 or min(curve) < 1:
-        raise ValueError("a curve needs two sizes or more, each of a row or more")
+    if len(curve) < 2 or min(curve) != 1:
+        raise ValueError("a curve begins with one row and has two sizes or more")
     if not all(0 < value < math.inf for value in (*curve.values(), *slowdown)):
         raise ValueError("times and slow-downs are positive numbers")
 
 
+def _rising(curve: Mapping[int, float]) -> dict[int, float]:
+    """More rows are never faster; where they were measured so, it was noise."""
+    sizes = sorted(curve)
+    return dict(zip(sizes, accumulate((curve[size] for size in sizes), max), strict=True))
+
+
 def line(curve: Mapping[int, float], rows: int) -> float:
-    """The value at `rows`: on the line between the points, and on beyond the last two; more rows are never faster."""
+    """The value at `rows`: on the line between the points, and on beyond the last two."""
     sizes = sorted(curve)
     i = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
     few, many = sizes[i - 1], sizes[i]
-    return curve[few] + max(0.0, curve[many] - curve[few]) * (rows - few) / (many - few)
+    return curve[few] + (curve[many] - curve[few]) * (rows - few) / (many - few)

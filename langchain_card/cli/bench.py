@@ -54,14 +54,15 @@ def _check(args: argparse.Namespace) -> None:
     for ratio in args.ratios or ():
         check_range("--ratios", ratio, 0.01, 1000.0, "target pass / draft step")
     check_range("--count", args.count, 1, 100_000)
-    for option, ending in (("record", ".json"), ("steps", ".json"), ("json", ".json"), ("plot", "")):
+    files = {"record": [".json"], "steps": [".json"], "json": [".json"], "plot": [".png", ".svg", ".pdf"]}
+    for option, endings in files.items():
         path: Path | None = getattr(args, option)
         if path is None:
             continue
         if not path.parent.is_dir():
             raise InvalidInputError(f"--{option}", str(path), "its folder does not exist", f"mkdir -p {path.parent}")
-        if not path.suffix or ending not in ("", path.suffix):
-            raise InvalidInputError(f"--{option}", str(path), f"must end in {ending or '.png, .svg or .pdf'}")
+        if path.suffix not in endings:
+            raise InvalidInputError(f"--{option}", str(path), f"must end in {' or '.join(endings)}")
 
 
 def _record(args: argparse.Namespace) -> None:

@@ -74,11 +74,14 @@ class Policy(Protocol):
     def patience(self, load: Load) -> float:
         """How long a round may wait for its draft."""
 
-    def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
+    def saw_pass(
+        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+    ) -> None:
         """The target verified `rows` rows in all and `tokens` tokens came of them.
 
         Args:
             load: what ran.
+            requests: in this pass; others may wait.
             rows: of all requests.
             tokens: of all requests.
             elapsed: seconds of the pass.
@@ -143,7 +146,7 @@ class Controller:
             return lead < self.pins.lead
         costs = self.costs_of(load)
         step = costs.draft_share(len(chances))
-        if not step or not costs.per_token.value or (costs.probing and load.schedule == "sequential"):
+        if not step or not costs.per_token.value or (costs.draft_probe.due and load.schedule == "sequential"):
             return not lead  # measure it
         row = costs.target.row_cost() / costs.per_token.value  # in tokens: candidates below it are not verified
         tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in chances)
@@ -158,7 +161,7 @@ class Controller:
         if self.pins.window is not None:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
-        if not costs.per_token.value or costs.probing:
+        if not costs.per_token.value or costs.window_probe.due:
             widths = [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
         else:
             widths = costs.widths(chances)
@@ -175,22 +178,29 @@ class Controller:
             return 2 * step * load.num_seqs
         return 20 * step if step else 60.0
 
-    def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
-        """Learns the time of a pass and the time per token."""
+    def saw_pass(
+        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+    ) -> None:
+        """Learns the time of a pass, the time per token, and how far chances are to be believed."""
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
-        if costs.expected:
-            costs.trust.add((tokens - load.num_seqs) / costs.expected, costs.expected)
-            costs.expected = 0.0
-        costs.unverified = 0 if rows > load.num_seqs else costs.unverified + 1
+        if costs.expected > MIN_CHANCE:
+            costs.trust.add((tokens - requests) / costs.expected, costs.expected)
+        costs.expected = 0.0
+        costs.draft_probe.missed()
+        if rows > requests:
+            costs.window_probe.seen()
+        else:
+            costs.window_probe.missed()
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
 
     def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
         """Learns the time of a draft step, and how requests share it."""
         costs = self.costs_of(load)
-        costs.draft.observe(together, elapsed * together / nodes)
-        costs.sharing.add(together / nodes)
+        costs.draft.observe(together, elapsed * together / nodes, nodes / together)
+        costs.sharing.add(together / nodes, nodes)
+        costs.draft_probe.seen()
 
     def saw_token(self, *, hit: bool) -> None:
         """Learns how often a drafter is right."""

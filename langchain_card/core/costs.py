@@ -19,17 +19,17 @@ TRUST_DECAY = 0.99
 """The same for how far the chances that a draft states are to be believed."""
 
 MAX_SURPRISE = 2.0
-"""A step that takes so many times longer than was expected, or more, counts as so many; a shorter one likewise."""
+"""A step that takes so many times longer than was expected, or more, counts as so many."""
 
 FIRST_PROBE = 32
-"""Passes without candidates after which they are tried again; a power of two."""
+"""Passes after which what does not seem to pay is tried again."""
 
 ROW_COST = 0.05
 """Share of a step that one more row is taken to cost where nothing was measured."""
 
 
 class Mean:
-    """A decaying mean: a new observation counts 1 - decay, the first ones more.
+    """A decaying mean: a new observation counts 1 - decay, the first ones more, a part of one its part.
 
     Attributes:
         value: the mean; at first the prior.
@@ -45,7 +45,7 @@ class Mean:
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Takes one observation in."""
-        self.weight = self.weight * self._decay + weight
+        self.weight = self.weight * self._decay ** min(weight, 1.0) + weight
         self.value += (value - self.value) * weight / self.weight
 
 
@@ -61,17 +61,21 @@ class StepTimes:
         self._sizes: dict[int, tuple[Mean, Mean]] = {}
         self._points: list[tuple[float, float]] = []
 
-    def observe(self, rows: int, elapsed: float) -> None:
-        """A step over `rows` rows took `elapsed` seconds."""
+    def observe(self, rows: int, elapsed: float, weight: float = 1.0) -> None:
+        """A step over `rows` rows took `elapsed` seconds; `weight` is less than 1 where it is told in parts."""
+        size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
         if (expected := self.at(rows)) > 0:
             surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
-            elapsed = surprise * expected
-            if _size(rows) in self._sizes:
-                self._speed *= 1 + (surprise - 1) * (1 - SPEED_DECAY)
-        size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
-        size.add(rows)
-        seconds.add(elapsed / self._speed)
+            elapsed = min(elapsed, MAX_SURPRISE * expected)
+            if 0 < seconds.weight <= 1 and surprise < 1:
+                seconds.weight = 0.0  # of the first two the shorter counts: one may have been cold
+            elif seconds.weight:
+                self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
+        size.add(rows, weight)
+        seconds.add(elapsed / self._speed, weight)
         self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
+        for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: it was a bad moment
+            self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
 
     def at(self, rows: int = 1) -> float:
         """Seconds over `rows` rows: on the line between or beyond measured sizes; 0 if nothing was measured."""
@@ -100,6 +104,30 @@ def _size(rows: int) -> int:
     return power + power // 2 if rows >= power + power // 2 else power
 
 
+class Probe:
+    """When to try once more what does not seem to pay: costs that were measured in a bad moment would stand.
+
+    After 32 passes without it, then 64, 128, ...: where it never pays, it soon costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._passes, self._after = 0, FIRST_PROBE
+
+    @property
+    def due(self) -> bool:
+        """Whether to try."""
+        return self._passes >= self._after
+
+    def missed(self) -> None:
+        """A pass went by without it."""
+        self._passes += 1
+
+    def seen(self) -> None:
+        """It was done: as a trial, or because it pays."""
+        self._after = 2 * self._after if self.due else FIRST_PROBE
+        self._passes = 0
+
+
 class CostModel:
     """Measured costs under one load, in seconds.
 
@@ -110,7 +138,7 @@ class CostModel:
         per_token: time per token of all answers together.
         trust: candidates accepted / the sum of their chances, as drafts state them.
         expected: the sum of the chances of those under way.
-        unverified: passes in a row that verified no candidate.
+        draft_probe, window_probe: when to draft, and to verify, what does not seem to pay.
     """
 
     def __init__(self) -> None:
@@ -120,15 +148,7 @@ class CostModel:
         self.per_token = Mean()
         self.trust = Mean(prior=1.0, weight=50.0, decay=TRUST_DECAY)
         self.expected = 0.0
-        self.unverified = 0
-
-    @property
-    def probing(self) -> bool:
-        """Whether to try once more what does not seem to pay: costs that were measured in a bad moment would stand.
-
-        After 32 passes in vain, then 64, 128, ...: where it never pays, it soon costs nothing.
-        """
-        return self.unverified >= FIRST_PROBE and self.unverified.bit_count() == 1
+        self.draft_probe, self.window_probe = Probe(), Probe()
 
     def draft_share(self, nodes: int) -> float:
         """Seconds of a draft step that expands `nodes` nodes for one request, which shares it with others."""
@@ -144,7 +164,7 @@ class CostModel:
         Args:
             chances: by request, of its candidates, likeliest first.
         """
-        fewest, price = self.target.at(len(chances)), self.trust.value * self.per_token.value
+        fewest, price = self.target.at(len(chances)), min(self.trust.value, 1.0) * self.per_token.value
         best, widths, tried = 0.0, [0] * len(chances), [0] * len(chances)
         tokens, rows = 0.0, len(chances)
         for chance, request in heapq.merge(*([(-c, i) for c in cs] for i, cs in enumerate(chances))):

@@ -18,7 +18,7 @@ class Passes:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._load: Load | None = None
-        self._rows = self._tokens = 0
+        self._requests = self._rows = self._tokens = 0
         self._elapsed = 0.0
         self._open: set[int] = set()
         self._last_end: float | None = None
@@ -30,7 +30,7 @@ class Passes:
         """
         if self._open:
             self.interrupt()
-        self._load = load
+        self._load, self._requests = load, len(windows)
         self._rows = sum(len(window.token_ids) for window in windows)
         self._open = {window.step_id for window in windows}
         self._tokens, self._elapsed = 0, 0.0
@@ -49,5 +49,5 @@ class Passes:
             return
         if self._load is not None:
             since_last = None if self._last_end is None else now - self._last_end
-            self._policy.saw_pass(self._load, self._rows, self._tokens, self._elapsed, since_last)
+            self._policy.saw_pass(self._load, self._requests, self._rows, self._tokens, self._elapsed, since_last)
         self._last_end = now

@@ -244,7 +244,9 @@ class FixedPolicy:
         """The fixed one."""
         return self._patience
 
-    def saw_pass(self, load: Load, rows: int, tokens: int, elapsed: float, since_last: float | None) -> None:
+    def saw_pass(
+        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+    ) -> None:
         """Ignored."""
 
     def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
