@@ -22,8 +22,8 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 10 to 15 minutes)
 	@$(BIN)/langchain-card chat --demo
 
-test: setup ## the tests (first time: 93 MB to download; 15 to 20 minutes on two cores)
-	@echo "Running the tests: 15 to 20 minutes on two cores; they download a 93 MB model when it is not there yet."
+test: setup ## the tests (first time: 93 MB to download; about 20 minutes on two cores)
+	@echo "Running the tests: about 20 minutes on two cores; they download a 93 MB model when it is not there yet."
 	@$(BIN)/python -m pytest -m "not slow"
 
 test-slow: setup ## the tests that need the 1.5B pair (about an hour on two cores)
@@ -42,7 +42,7 @@ format: setup ## format the code
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 
-bench: setup ## the real pair: plain, auto and transformers side by side (about 40 minutes on two cores)
+bench: setup ## the real pair: plain and auto side by side (about 12 minutes on two cores)
 	@$(BIN)/python benchmarks/real_pair.py
 
 contest: setup ## docs/performance.md: this engine against others on a virtual clock (about half an hour on two cores)

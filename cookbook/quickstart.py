@@ -19,7 +19,7 @@
 # At the end of this page you have such a pair answering inside a LangChain chain: whole answers, streams and batches,
 # with the numbers that tell how much the draft helped.
 #
-# You need `pip install langchain-card` and nothing else: no account, no server, no GPU. The first run downloads the
+# You need this package and nothing else: no account, no server, no GPU. The first run downloads the
 # built-in pair (1.6 GB) and converts it for this machine; after that loading takes seconds.
 
 # %% [markdown]
