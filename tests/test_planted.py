@@ -211,7 +211,7 @@ def test_planted_a_target_that_dies_takes_all_requests_with_it(monkeypatch: Patc
 
 def test_planted_end_not_sent(monkeypatch: Patch) -> None:
     """An ended request keeps its KV on the workers."""
-    monkeypatch.setattr(Coordinator, "_leave", lambda self, state: [])
+    monkeypatch.setattr(Coordinator, "_leave", lambda self, state, now: [])
     caught("holds KV", "a consumer leaves")
 
 
