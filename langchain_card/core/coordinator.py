@@ -6,10 +6,9 @@ Verified    ─► walk: commit what the target chose ─► Emit, and Correct e
 Proposed    ─► grow the cache
 ```
 
-Everything else is what may happen meanwhile: requests come and go, consumers fall behind, workers run out of memory,
-die and come back. `handle(event)` changes the state and returns what is to be done. No clock, no threads, no
-randomness: the same object runs in production, under a virtual clock and in an explorer that tries every
-interleaving. (CARD, arXiv 2508.04462.)
+Everything else is what may happen meanwhile: requests come and go, consumers fall behind, workers die and come back.
+`handle(event)` changes the state and returns what is to be done. No clock, no threads, no randomness: the same object
+runs in production, under a virtual clock and in an explorer of interleavings. (CARD, arXiv 2508.04462.)
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ class Coordinator:
         limits: bounds.
         policy: what is decided by measurements.
         vocab_size: of the target; proposals with other token ids are refused.
-
-    Attributes:
-        stale: proposals and verdicts that came too late, twice or malformed.
     """
 
     def __init__(self, sources: Sequence[Source], limits: Limits, policy: Policy, vocab_size: int = 2**31) -> None:
@@ -51,7 +47,7 @@ class Coordinator:
         self.scheduler = Scheduler(limits)
         self.workers = Workers((m.TARGET, *self.sources), limits)
         self.draining = False
-        self.stale = 0
+        self.stale = 0  # proposals and verdicts that came too late, twice or malformed
         self._next_step_id = 0
         self._passes = Passes(policy)
 
@@ -134,8 +130,8 @@ class Coordinator:
         state.output_ids += tokens
         self._passes.add(window.step_id, len(tokens), verdict.elapsed, now)
         state.stats.add_round(len(window.token_ids), len(tokens), accepted, hit, verdict.elapsed, now)
-        by = (*accepted, "")[: len(tokens)]
         logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
+        by = (*accepted, "")[: len(tokens)]
         effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs)]
         if reason is not None:
             return effects + self._finish(state, reason, now)
@@ -190,8 +186,7 @@ class Coordinator:
     # Requests come and go.
 
     def _submit(self, request: Request, now: float) -> list[m.Effect]:
-        state = RequestState.waiting(request, now)
-        refusal = self._refusal()
+        state, refusal = RequestState.waiting(request, now), self._refusal()
         self.scheduler.waiting.append(state)
         return self._finish(state, FinishReason.ERROR, now, refusal) if refusal else []
 
@@ -209,10 +204,8 @@ class Coordinator:
             state.schedule = self.policy.schedule(state.schedule, has_drafters=bool(self.sources))
             state.stats.schedule, state.stats.started = state.schedule, now
         state.kept_rows = ()
-        effects: list[m.Effect] = [self._begin_on(m.TARGET, state)]
-        for name in self.sources:
-            effects += self._begin_drafting(name, state)
-        return effects
+        begin = self._begin_on(m.TARGET, state)
+        return [begin, *(effect for name in self.sources for effect in self._begin_drafting(name, state))]
 
     def _begin_drafting(self, name: str, state: RequestState) -> list[m.Effect]:
         if state.schedule == "plain" or name not in self.workers:
@@ -287,11 +280,10 @@ class Coordinator:
         states = [state for i in request_ids if (state := self.scheduler.running.get(i)) is not None]
         effects: list[m.Effect] = []
         if worker != m.TARGET:
-            for state in states:
-                if state.sources.pop(worker, None) is not None:
-                    state.wait_until = None
-                    effects.append(m.End(worker, state.request.request_id))
-            return effects
+            left = [state for state in states if state.sources.pop(worker, None) is not None]
+            for state in left:
+                state.wait_until = None
+            return [m.End(worker, state.request.request_id) for state in left]
         for state in states:
             state.window, state.wait_until = None, None
         if len(self.scheduler.running) > 1:

@@ -27,20 +27,16 @@ class Proposal:
     Every proposal says which node stands for the last token applied, so that a lost one costs its own nodes only.
 
     Attributes:
-        source: name of the drafter.
-        request_id: whose candidates.
+        source, request_id: name of the drafter; whose candidates.
         epoch: of the numbering.
         root: number of the node that stands for the last token applied.
         applied_len: output tokens applied.
         first: number of the first node here.
-        parents: [n] number of each node's parent, smaller than its own.
-        token_ids: [n].
+        parents, token_ids: [n] number of each node's parent, smaller than its own; its token.
         scores: [n] log of the estimated chance that the target picks the token after its parent.
-        expanded: numbers of the nodes whose children are now all published.
-        forwarded: how many nodes the step expanded; 0 where it took no device time. `expanded` may repeat older ones.
-        together: nodes that the step expanded for all its requests, this one's among them.
-        elapsed: seconds of the step, prompt reading left out; of one for several requests, this one's share by nodes.
-        reading: seconds of reading the text before the step.
+        expanded: numbers of the nodes whose children are now all published, some perhaps once more.
+        forwarded, together: nodes that the step expanded, here and for all its requests; 0 without device time.
+        elapsed, reading: seconds of the step, of a common one this request's share; of reading the text before it.
         steps: credits that this answers.
         incarnation: of the `Begin` that this answers; the worker fills it in.
     """
@@ -68,8 +64,7 @@ class Window:
     """What the target verifies in one pass.
 
     Attributes:
-        request_id: of the sequence.
-        step_id: unique per verification; a verdict must carry it.
+        request_id, step_id: of the sequence; unique per verification, and a verdict must carry it.
         start_position: committed positions before the first row.
         token_ids: [rows]; the first is the last committed token, the others are candidates.
         parents: [rows]; row index of the parent, `ROOT` for the first.
