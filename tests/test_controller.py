@@ -142,6 +142,15 @@ def test_what_never_pays_is_tried_less_and_less() -> None:
     assert set(verified) <= set(drafted)
 
 
+def test_a_trial_that_is_due_does_not_stand_in_the_way_of_what_pays() -> None:
+    """Where prompt lookup keeps candidates coming, a lead is always there."""
+    load, policy = Load("sequential"), learnt("sequential", {1: 0.02}, {1: 0.10, 4: 0.13}, 0.10)
+    for _ in range(40):
+        policy.saw_pass(load, 1, 4, 2, 0.13, 0.13)
+    assert policy.draft_pays(load, [0.9], 3) and not policy.draft_pays(load, [0.1], 3)
+    assert policy.draft_pays(load, [0.1], 0), "the trial"
+
+
 def test_requests_that_wait_are_not_in_the_pass() -> None:
     """Four run, one is verified: its candidates came true, so they are believed."""
     load, policy = Load("sequential", 4), Controller(shared_device=True)

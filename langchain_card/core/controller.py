@@ -146,8 +146,10 @@ class Controller:
             return lead < self.pins.lead
         costs = self.costs_of(load)
         step = costs.draft_share(len(chances))
-        if not step or not costs.per_token.value or (costs.draft_probe.due and load.schedule == "sequential"):
+        if not step or not costs.per_token.value:
             return not lead  # measure it
+        if costs.draft_probe.due and load.schedule == "sequential" and not lead:
+            return True
         row = costs.target.row_cost() / costs.per_token.value  # in tokens: candidates below it are not verified
         tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in chances)
         if load.schedule == "parallel":
