@@ -1,6 +1,8 @@
-"""The real pair on one machine: schedules of this engine and transformers' own loop, alternating in one run.
+"""The real pair on one machine: schedules of this engine and transformers' own loops, alternating in one run.
 
     python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --methods plain auto hf-generate
+
+Of transformers: `hf-generate` (float32), `hf-assisted` and `hf-prompt-lookup` (both on the same int8 layers).
 
 Prints tokens per second after the first token (median), the ratio to `plain` with its bootstrap lower bound (95 %),
 and how many answers are identical to plain's.
@@ -17,9 +19,11 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -40,8 +44,9 @@ def main() -> None:
         print(f"loaded in {time.perf_counter() - started:.1f} s; threads {torch.get_num_threads()}")
         methods: dict[str, Callable[[list[int]], Answer]] = {}
         for name in args.methods:
-            hf = name == "hf-generate"
-            methods[name] = transformers_loop(args) if hf else schedule(engine, name, args.max_tokens, args.temperature)
+            hf = name.startswith("hf-")
+            ours = schedule(engine, name, args.max_tokens, args.temperature) if not hf else None
+            methods[name] = ours or transformers_loop(args, name)
         rows = measure(engine, methods, texts)
         print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
     report(rows, args)
@@ -79,13 +84,13 @@ def schedule(engine: Engine, name: str, max_tokens: int, temperature: float) -> 
     return run
 
 
-def transformers_loop(args: argparse.Namespace) -> Callable[[list[int]], Answer]:
-    """Transformers' plain `generate` in float32, prompt left out of the time.
+def transformers_loop(args: argparse.Namespace, name: str) -> Callable[[list[int]], Answer]:
+    """Transformers' `generate`, prompt left out of the time: plain in float32, the others on the same int8 layers.
 
     In a process of its own: two pools of CPU threads in one process would slow both sides down.
     """
     ours, theirs = multiprocessing.Pipe()
-    arguments = (theirs, args.model, args.hf_tokens, args.hf_threads)
+    arguments = (theirs, name, args.model, args.draft_model, args.hf_tokens, args.hf_threads)
     multiprocessing.get_context("spawn").Process(target=_serve_transformers, args=arguments, daemon=True).start()
     atexit.register(ours.send, None)
 
@@ -97,20 +102,35 @@ def transformers_loop(args: argparse.Namespace) -> Callable[[list[int]], Answer]
     return run
 
 
-def _serve_transformers(pipe: Connection, model_name: str, max_tokens: int, threads: int) -> None:
+def _serve_transformers(
+    pipe: Connection, name: str, model_name: str, draft_name: str, max_tokens: int, threads: int
+) -> None:
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+    from langchain_card.runtime import int8_weights
+    from langchain_card.runtime.loader import load_model, resolve
     from langchain_card.runtime.store import ModelStore
 
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(ModelStore().prepare(model_name, "float"), dtype=torch.float32).eval()
+    options: dict[str, Any] = {}
+    if name == "hf-generate":
+        folder = ModelStore().prepare(model_name, "float")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    else:
+        pair = resolve(EngineConfig(model=model_name, draft_model=draft_name))
+        with mock.patch.object(int8_weights, "fuse_layers"):  # their own decoder layers
+            models = [load_model(spec) for spec in (pair.target, replace(pair.draft, draft=False))]
+        for model in models:
+            model.set_attn_implementation("sdpa")
+        model = models[0]
+        options = {"prompt_lookup_num_tokens": 10} if name == "hf-prompt-lookup" else {"assistant_model": models[1]}
 
     class Clock(StoppingCriteria):
         def __init__(self) -> None:
-            self.times: list[float] = []
+            self.at: list[tuple[int, float]] = []
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            self.times.append(time.perf_counter())
+            self.at.append((input_ids.shape[1], time.perf_counter()))
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     for prompt_ids in iter(pipe.recv, None):
@@ -121,9 +141,10 @@ def _serve_transformers(pipe: Connection, model_name: str, max_tokens: int, thre
             do_sample=False,
             max_new_tokens=max_tokens,
             stopping_criteria=StoppingCriteriaList([clock]),
+            **options,
         )
-        per_token = (clock.times[-1] - clock.times[0]) / max(1, len(clock.times) - 1)
-        pipe.send((out[0, len(prompt_ids) :].tolist(), per_token))
+        (first, begun), (last, ended) = clock.at[0], clock.at[-1]
+        pipe.send((out[0, len(prompt_ids) :].tolist(), (ended - begun) / max(1, last - first)))
 
 
 def measure(

@@ -99,7 +99,12 @@ def _completion(generation: Generation, timeout: float | None) -> Completion:
 
 def _usage(generation: Generation, completion: Completion) -> UsageMetadata:
     num_prompt, num_output = len(generation.request.prompt_ids), completion.stats.output_tokens
-    return UsageMetadata(input_tokens=num_prompt, output_tokens=num_output, total_tokens=num_prompt + num_output)
+    return UsageMetadata(
+        input_tokens=num_prompt,
+        output_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        input_token_details={"cache_read": completion.stats.cached_tokens},
+    )
 
 
 def _metadata(generation: Generation, completion: Completion, model: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 
 from langchain_card._version import __version__
 from langchain_card.answer import chat_result, chunk_of, consuming, consuming_in_task, last_chunk
-from langchain_card.config import Dtype, EngineConfig, Pins
+from langchain_card.config import DraftTransport, Dtype, EngineConfig, Exactness, Execution, Limits, Pins
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
 from langchain_card.errors import InvalidInputError
@@ -59,19 +59,29 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
     draft_model: str | None = EngineConfig().draft_model
     """The draft, named likewise; `"ngram"` for prompt lookup without a draft, None for plain decoding."""
     device: str = "auto"
-    """Of the target: `"auto"` (CUDA when there is one, else the CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ..."""
+    """Of the target: `"auto"` (CUDA when there is one, else the CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...; or several,
+    `"cuda:0,cuda:1"`, over which its layers are spread."""
     draft_device: str = "auto"
-    """Of the draft; `"auto"` is a second CUDA device when there is one, else the target's device."""
+    """Of the draft; `"auto"` is a CUDA device that the target leaves free, else the target's device."""
+    draft_transport: DraftTransport = "auto"
+    """Where the draft runs: a `"thread"` or a `"process"`; `"auto"` is a process when both have a CUDA device each."""
     dtype: Dtype = "auto"
     """Of weights and KV; `"auto"` is float32 on a CPU and bfloat16 on CUDA."""
-    quantization: Literal["auto", "int8"] | None = "auto"
-    """`"int8"` for row-exact int8 layers on a CPU, `"auto"` for int8 with built-in models on a CPU, None for none."""
+    quantization: str | None = "auto"
+    """`"int8"` for row-exact int8 layers on a CPU, `"auto"` for int8 with built-in models on a CPU, None for none; or a
+    transformers quantization config as a JSON object: `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`."""
+    exact: Exactness = "default"
+    """`"strict"` makes an answer equal plain decoding by the same engine bit for bit, also in 16 bits; see the docs."""
+    execution: Execution = "auto"
+    """Of steps: `"graphs"` (captured on CUDA), `"compiled"` (layers compiled, too) or `"eager"`."""
     ngram: bool = True
     """Whether candidates are also looked up in prompt and answer, beside the draft."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together; None for the model's own limit, at most 8,192."""
     pins: Pins = Field(default_factory=Pins)
     """Choices taken away from the controller: `Pins(draft_width=..., window=..., lead=...)`, or a dict."""
+    limits: Limits = Field(default_factory=Limits)
+    """Bounds: `Limits(max_num_seqs=8)` decodes eight answers in common passes. Or a dict."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds, queueing included and loading not, after which an answer is aborted with `GenerationTimeoutError`."""
     streaming: bool = False
@@ -106,8 +116,7 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
         return self
 
     def _engine_config(self) -> EngineConfig:
-        names = (field.name for field in fields(EngineConfig) if field.name != "limits")
-        return EngineConfig(**{name: getattr(self, name) for name in names})
+        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})
 
     # The engine's life.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -11,10 +12,16 @@ from langchain_card.errors import InvalidInputError
 
 Schedule = Literal["auto", "plain", "sequential", "parallel"]
 Quantization = Literal["int8"]
+DraftTransport = Literal["auto", "thread", "process"]
+Exactness = Literal["default", "strict"]
+Execution = Literal["auto", "eager", "graphs", "compiled"]
 Dtype = Literal["auto", "float32", "float64", "float16", "bfloat16"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+DRAFT_TRANSPORTS: tuple[str, ...] = get_args(DraftTransport)
+EXACTNESS: tuple[str, ...] = get_args(Exactness)
+EXECUTIONS: tuple[str, ...] = get_args(Execution)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 NGRAM = "ngram"
 
@@ -35,6 +42,7 @@ class Limits:
         max_logprobs: likeliest tokens reported beside each token of an answer.
         max_queue: requests waiting at once.
         max_num_seqs: requests decoded at once.
+        max_step_rows: rows of one target pass: the windows of all requests, and what is left for prompts to be read.
         max_window: rows of one verification, the last committed token included.
         max_lead: candidate depth at which a drafter is given no more steps; those under way then may add as much again.
         max_draft_width: candidates that one draft step expands at most.
@@ -55,6 +63,7 @@ class Limits:
     max_logprobs: int = 20
     max_queue: int = 512
     max_num_seqs: int = 1
+    max_step_rows: int = 512
     max_window: int = 16
     max_lead: int = 16
     max_draft_width: int = 4
@@ -69,6 +78,8 @@ class Limits:
         for field_ in fields(self):
             low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_ZERO else 1
             check_range(field_.name, getattr(self, field_.name), low, 2**31)
+        hint = "max_step_rows is too small: every request that runs has a row in each pass"
+        check_range("max_num_seqs", self.max_num_seqs, 1, self.max_step_rows, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +109,22 @@ class EngineConfig:
     Attributes:
         model: the target: hub id, folder with safetensors, GGUF file or built-in name.
         draft_model: the draft, likewise; `"ngram"` for prompt lookup alone; None for plain decoding.
-        device: of the target: `"auto"` (CUDA when there is one, else CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...
-        draft_device: of the draft; `"auto"` is a second CUDA device when there is one, else the target's.
+        device: of the target: `"auto"` (CUDA when there is one, else CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...; or
+            several, `"cuda:0,cuda:1"`, over which its layers are spread.
+        draft_device: of the draft; `"auto"` is a CUDA device that the target leaves free, else the target's.
+        draft_transport: where the draft model runs: on a `"thread"` of this process, or in a `"process"` of its own,
+            which alone loads its weights; `"auto"` is a process when each model has a CUDA device of its own.
         dtype: of weights and KV; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
         quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 when the model is a built-in
-            one on a CPU, None for none.
+            one on a CPU, None for none; or a transformers quantization config as a JSON object, such as
+            `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are quantized already
+            (`quantization_config` in their config.json) stay as they are.
         ngram: look the answer's continuation up in prompt and answer as well, on the same tree.
+        exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
+            `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
+            same engine bit for bit; candidates are chains then. `"default"` promises what docs/architecture.md says.
+        execution: of steps on CUDA: `"graphs"`, which is `"auto"`, captures them, `"compiled"` compiles the layers as
+            well, `"eager"` does neither. On a CPU it changes nothing: steps take rows of any shape.
         max_model_len: positions per sequence, prompt and answer together; None for the model's own, at most 8,192.
         limits: bounds for requests.
         pins: choices that are not left to the controller.
@@ -113,23 +134,33 @@ class EngineConfig:
     draft_model: str | None = "qwen2.5-coder-0.5b"
     device: str = "auto"
     draft_device: str = "auto"
+    draft_transport: str = "auto"
     dtype: str = "auto"
     quantization: str | None = "auto"
+    exact: str = "default"
+    execution: str = "auto"
     ngram: bool = True
     max_model_len: int | None = None
     limits: Limits = field(default_factory=Limits)
     pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:
+        check_choice("draft_transport", self.draft_transport, DRAFT_TRANSPORTS)
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("exact", self.exact, EXACTNESS)
+        check_choice("execution", self.execution, EXECUTIONS)
         if self.quantization is not None:
-            check_choice("quantization", self.quantization, ("auto", *QUANTIZATIONS))
+            check_quantization(self.quantization)
         if self.max_model_len is not None:
             check_range("max_model_len", self.max_model_len, 16, 10_000_000)
         for pin in fields(Pins):
             if (value := getattr(self.pins, pin.name)) is not None:
                 most = f"max_{pin.name}"
                 check_range(f"pins.{pin.name}", value, 0, getattr(self.limits, most), f"limits.{most} is the most")
+
+    def execution_on(self, device_type: str) -> str | None:
+        """`execution` as `runtime.runner.ModelRunner` takes it; a CPU's steps keep to what is exact there."""
+        return None if self.execution == "auto" or device_type != "cuda" else self.execution
 
     @property
     def has_draft(self) -> bool:
@@ -149,6 +180,20 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise InvalidInputError(
             name, value, f"must be one of {', '.join(choices)}", f"did you mean {near[0]}" if near else ""
         )
+
+
+def check_quantization(value: str) -> None:
+    """Raises `InvalidInputError` unless `value` is a known word or a JSON object that names its `quant_method`."""
+    if not str(value).lstrip().startswith("{"):
+        check_choice("quantization", value, ("auto", *QUANTIZATIONS))
+        return
+    try:
+        method = json.loads(value).get("quant_method")
+    except ValueError as error:
+        raise InvalidInputError("quantization", value, f"must be a JSON object ({error})") from error
+    if not isinstance(method, str):
+        hint = 'add "quant_method": "bitsandbytes", "torchao", ...'
+        raise InvalidInputError("quantization", value, "must name its quant_method", hint)
 
 
 def check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> None:

@@ -5,6 +5,7 @@ CARDError
 ├── InvalidInputError (ValueError)      a field's value breaks a limit
 │   ├── ContextOverflowError            prompt (+ answer) longer than the model's context
 │   ├── UnknownModelError               no such model name; carries the nearest names
+│   ├── UnsupportedModelError           the engine cannot run this kind of model exactly
 │   └── VocabularyMismatchError         draft and target do not share a vocabulary
 ├── DeviceError (RuntimeError)          the device is not there, or does not fit the model
 ├── ModelStoreError (RuntimeError)      getting weights on disk failed
@@ -52,6 +53,10 @@ class ContextOverflowError(InvalidInputError):
 
 class UnknownModelError(InvalidInputError):
     """No such model: neither a built-in name, a folder, a GGUF file nor a hub id."""
+
+
+class UnsupportedModelError(InvalidInputError):
+    """The model keeps more of earlier tokens than keys and values, or attends in a way that is not known here."""
 
 
 class VocabularyMismatchError(InvalidInputError):

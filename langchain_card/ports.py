@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -78,11 +78,11 @@ class Worker(Protocol):
     def handle(self, command: DraftCommand) -> None:
         """Applies one command."""
 
-    def carry_out(self, command: DraftCommand) -> None:
-        """Applies one command and takes all steps that its request has leave for, no other's."""
+    def work(self, request_ids: Collection[int]) -> None:
+        """Takes all steps that these requests have leave for, those of one step together, and no other's."""
 
-    def step(self) -> bool:
-        """One step for every request that has leave; False when none has."""
+    def step(self, but: Collection[int] = ()) -> bool:
+        """One step for every request that has leave, but these; False when none has."""
 
     def close(self) -> None:
         """Frees the drafter."""
@@ -94,8 +94,22 @@ class Transport(Protocol):
     A `Correct`, `Grow` or proposal may be lost or come twice; `Begin` and `End` must arrive.
     """
 
+    @property
+    def ready(self) -> bool:
+        """Whether the worker is there; one that takes its time is reported to the driver when it is."""
+
+    def wait_ready(self) -> None:
+        """Returns when the worker is there.
+
+        Raises:
+            CARDError: why it never will be.
+        """
+
     def send(self, command: DraftCommand) -> None:
-        """Hands a command over; where nothing is to overlap, the steps that it grants are taken before this returns."""
+        """Hands a command over."""
+
+    def work(self) -> None:
+        """Takes the steps that are granted where nothing is to overlap, on the caller's thread."""
 
     def close(self) -> None:
         """Stops the worker and waits for it."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
+from langchain_card.runtime import threads
 from langchain_card.runtime.store import default_cache
 
 SMALL = "smollm2-135m"
@@ -48,6 +51,25 @@ def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
             print(f"\n{text}", flush=True)
 
     return print_now
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiny models gain nothing from more, and lose much where other programs run."""
+    monkeypatch.setattr(threads, "num_cores", lambda: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[None]:
+    """A collection over all that earlier tests have left would stop the threads for half a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+from unittest import mock
 
 import naive
 
 from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
-from langchain_card.core.request import SamplingParams
+from langchain_card.core.request import RequestState, SamplingParams
+from langchain_card.core.sources import SourceState
 from langchain_card.engine.engine import Engine
+from langchain_card.runtime import int8_weights
 from langchain_card.runtime.loader import load_model, resolve
 
 NEAR_TIE = 1e-3
@@ -73,21 +76,15 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
     """Counts the rounds of every request while the block runs, and slows the target down."""
     driver = engine._driver
     target = driver._target
-    handle, verify = driver.coordinator.handle, target.verify
+    intake = driver.coordinator.intake
+    handle, verify, enter = driver.coordinator.handle, target.verify, intake.enter
     missed: dict[int, bool] = {}  # whether the round before was a miss
     drafted: dict[int, dict[int, int]] = {}  # node -> output tokens that its drafter knew of
 
     def watching(event: m.Event) -> list[m.Effect]:
-        running = driver.coordinator.scheduler.running
-        if isinstance(event, m.Proposed) and (state := running.get(event.proposal.request_id)) is not None:
-            before = len(state.tree)
-            effects = handle(event)
-            new = dict.fromkeys(range(before, len(state.tree)), event.proposal.applied_len)
-            drafted.setdefault(event.proposal.request_id, {}).update(new)
-            return effects
         if not isinstance(event, m.Verified):
             return handle(event)
-        state = running[event.verdict.request_id]
+        state = driver.coordinator.scheduler.running[event.verdict.request_id]
         hits, size, output_len = state.stats.hits, len(state.tree), len(state.output_ids)
         effects = handle(event)
         emit = next(effect for effect in effects if isinstance(effect, m.Emit))
@@ -102,13 +99,22 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
         figures.re_rooted[sum(known.get(node, output_len) < output_len for node in nodes)] += 1
         return effects
 
+    def entering(state: RequestState, source: SourceState, proposal: m.Proposal) -> None:
+        before = len(state.tree)
+        enter(state, source, proposal)
+        new = dict.fromkeys(range(before, len(state.tree)), proposal.applied_len)
+        drafted.setdefault(proposal.request_id, {}).update(new)
+
     def slow(windows: Sequence[m.Window]) -> list[m.Verdict]:
-        if len(driver.transports) == 2 and target._sequences[windows[0].request_id].begin.schedule == "parallel":
+        running = driver.coordinator.scheduler.running.values()
+        if len(driver.transports) == 2 and any(state.schedule == "parallel" for state in running):
             time.sleep(SLOW_TARGET)
         return verify(windows)
 
     driver.coordinator.handle, target.verify = watching, slow  # type: ignore[method-assign]
+    intake.enter = entering  # type: ignore[method-assign]
     yield
+    intake.enter = enter  # type: ignore[method-assign]
     driver.coordinator.handle, target.verify = handle, verify  # type: ignore[method-assign]
     assert driver._target is target, "a target step failed, and a new target went on"
 
@@ -121,7 +127,8 @@ class Reference:
         if spec.form == "float":
             self.model = naive.load(config.model, spec.dtype)
         else:
-            self.model = load_model(spec)
+            with mock.patch.object(int8_weights, "fuse_layers"):  # transformers' own decoder layers
+                self.model = load_model(spec)
             capped = getattr(self.model.config, "attn_logit_softcapping", None)
             self.model.set_attn_implementation("eager" if capped else "sdpa")
 

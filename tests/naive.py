@@ -35,7 +35,8 @@ class Answer:
 
 
 def load(folder: str, dtype: torch.dtype) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped products know no float64
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts).eval()
     assert model.config._attn_implementation in ("sdpa", "eager")  # eager where scores are capped
     return model
 

@@ -21,6 +21,8 @@ EXHAUSTIVE = [
     Scope("end of text", requests=2, max_tokens=3, eos=0, unpaced=True, limits=SMALL),
     Scope("a stop string", max_tokens=4, faults={"stop": 1, "kill": 1}, limits=SMALL),
     Scope("a consumer leaves", requests=2, max_tokens=2, faults={"abort": 1}, limits=SMALL),
+    Scope("long texts", requests=2, max_tokens=2, faults={"read on": 2}, limits=SMALL),
+    Scope("a long text is left", requests=2, max_tokens=2, faults={"read on": 1, "abort": 1}, limits=SMALL),
     Scope("a slow consumer", requests=2, max_tokens=2, faults={"pause": 1}, limits=SMALL),
     Scope(
         "out of memory",
@@ -55,6 +57,9 @@ BIG = [
     Scope("two requests, longer", requests=2, max_tokens=4, limits=SMALL),
     Scope("two drafters, one dies", drafters=2, max_tokens=3, faults={"kill": 1}, limits=SMALL),
     Scope("two requests, the target dies", requests=2, max_tokens=3, faults={"kill target": 1}, limits=PATIENT),
+    Scope(
+        "long texts, the target dies", requests=2, max_tokens=2, faults={"read on": 2, "kill target": 1}, limits=SMALL
+    ),
     Scope("all at once", max_tokens=4, faults={"kill": 1, "kill target": 1, "lose": 1, "abort": 1}, limits=SMALL),
     Scope("two requests, messages lost", requests=2, max_tokens=2, faults={"lose": 1, "repeat": 1}, limits=SMALL),
 ]
@@ -72,7 +77,7 @@ def named(name: str) -> Scope:
 
 def long_text(seed: int, *, schedule: str = "parallel") -> Scope:
     """A world for one random run: several requests, two drafters, every fault several times."""
-    faults = dict.fromkeys(("kill", "kill target", "out of memory", "pause"), 3)
+    faults = dict.fromkeys(("kill", "kill target", "out of memory", "pause", "read on"), 3)
     faults |= {"target out of memory": 1, "lose": 10, "repeat": 10, "abort": seed % 2, "drain": 0}
     limits = Limits(max_num_seqs=2, max_window=6, max_lead=6, max_tree_nodes=24, max_queue=4, max_failures=9)
     return Scope(

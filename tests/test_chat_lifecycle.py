@@ -78,7 +78,7 @@ def test_the_default_is_the_built_in_pair() -> None:
         ({"seed": -1}, "seed = -1"),
         ({"schedule": "paralel"}, "'plain', 'sequential' or 'parallel'"),
         ({"dtype": "int3"}, "'float32'"),
-        ({"quantization": "int4"}, "'int8'"),
+        ({"quantization": "int4"}, "quantization = 'int4': must be one of auto, int8"),
         ({"max_model_len": 3}, "max_model_len = 3: must be a whole number between 16 and"),
         ({"stop": [""]}, "stop = ''"),
         ({"stop": ["x"] * 17}, "stop = 17: at most 16 stop strings"),
@@ -156,7 +156,7 @@ def test_changed_fields_change_the_engine(toy: dict[str, Any], model: CARDChatMo
     model.load()
     other = model.model_copy(update={"max_model_len": 64})
     assert other._engine().max_model_len == 64
-    assert model._engine().max_model_len == 1024
+    assert model._engine().max_model_len == 2048
     other.close()
 
 

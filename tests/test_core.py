@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rounds import coordinator, propose, run_round
@@ -18,6 +19,7 @@ from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import walk
+from langchain_card.drafters.tree import DraftTree
 from langchain_card.testing import FixedPolicy
 
 
@@ -127,22 +129,22 @@ def test_a_pause_is_no_waiting() -> None:
 
 
 def test_a_full_round_is_a_matter_of_a_millisecond(say: Callable[[str], None]) -> None:
-    """Eight proposals of 32 nodes, a walk, a re-rooting, a query of 64 of 640 nodes; the median is printed."""
+    """Eight proposals of 32 nodes, a walk, a re-rooting, a query of 64 of 640 nodes. More: `benchmarks/rounds.py`."""
     limits = Limits(max_window=64, max_tree_nodes=1024)
     times = []
     for _ in range(30):
         core, proposals, verdict = big_round(limits)
-        started = time.perf_counter()
+        started = time.thread_time()
         for proposal in proposals:
             core.handle(m.Proposed(proposal, 1.0))
         core.handle(m.Verified(verdict, 1.0))
         core.handle(m.TargetReady(1.0))
-        times.append(time.perf_counter() - started)
+        times.append(time.thread_time() - started)
         state = core.scheduler.running[0]
         assert state.window is not None and len(state.window.token_ids) == 64
         assert len(state.output_ids) > 10 and state.stats.hits == 1
-    say(f"one round of the core: median {1e3 * statistics.median(times):.2f} ms")
-    assert statistics.median(times) < 0.003, "the goal is 1 ms on a quiet core; this catches what is far off"
+    say(f"one round of the core: {1e3 * min(times):.2f} ms, median {1e3 * statistics.median(times):.2f}")
+    assert min(times) < 0.005, "the goal is 1 ms on a quiet core; this catches what is far off"
 
 
 def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]:
@@ -169,6 +171,41 @@ def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]
     follow = {5: 11, 11: 14} | {token: token + 5 for token in range(14, 400, 5)}  # the target goes along the path
     ids = tuple(follow.get(token, 3) for token in window.token_ids)
     return core, [grow(number) for number in range(12, 20)], m.Verdict(0, window.step_id, ids, 0.1)
+
+
+def test_a_round_of_64_nodes_draft_tree_included(say: Callable[[str], None]) -> None:
+    """A draft step over 64 nodes of three children each, beside a window of 64; the verdict; the next window."""
+    limits = Limits(max_window=64, max_lead=64, max_draft_width=64, max_tree_nodes=16384)
+    core, draft = Coordinator([Source("toy", True)], limits, FixedPolicy((64,) * 64)), DraftTree((1,), (), 4096)
+    core.handle(m.Submitted(Request(0, (1,), SamplingParams(max_tokens=9000, schedule="parallel"), ()), 0.0))
+    core.handle(m.TargetReady(0.0))
+    state, times = core.scheduler.running[0], []
+    for _ in range(40):
+        for _ in range(4):
+            step(core, draft)
+        started = time.thread_time()
+        step(core, draft)
+        assert state.window is not None
+        ids = tuple(token + 1 for token in state.window.token_ids)  # the target takes first children
+        core.handle(m.Verified(m.Verdict(0, state.window.step_id, ids), 0.0))
+        core.handle(m.TargetReady(0.0))
+        draft.apply(len(draft.output_ids), state.output_ids[len(draft.output_ids) :])
+        times.append(time.thread_time() - started)
+    assert state.stats.mean_window > 50 and state.stats.mean_accepted_length > 3
+    say(f"one round of 64 nodes: {1e3 * min(times):.2f} ms, median {1e3 * statistics.median(times):.2f}")
+    assert min(times[len(times) // 2 :]) < 0.008, "the goal is 1 ms on a quiet core; this catches what is far off"
+
+
+def step(core: Coordinator, draft: DraftTree) -> None:
+    """One step of a draft that finds three children under everything."""
+    nodes = draft.choose(64)
+    for node in nodes if nodes != [draft.root] else ():
+        draft.place(node)
+    for node in nodes:
+        token = draft.tokens[node]
+        draft.expand(node, (token + 1, token + 10_000, token + 20_000), (-0.2, -2.0, -3.5))
+    incarnation = core.scheduler.running[0].sources["toy"].incarnation
+    core.handle(m.Proposed(replace(draft.publish("toy", 0, forwarded=len(nodes)), incarnation=incarnation), 0.0))
 
 
 def test_a_draft_that_is_far_ahead_is_given_no_more_steps() -> None:

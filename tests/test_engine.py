@@ -15,7 +15,9 @@ import torch
 from transformers import AutoTokenizer
 
 from langchain_card.config import EngineConfig, Pins
+from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.request import FinishReason, SamplingParams
+from langchain_card.engine import engine
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import (
@@ -26,7 +28,8 @@ from langchain_card.errors import (
     InvalidInputError,
     VocabularyMismatchError,
 )
-from langchain_card.runtime import loader
+from langchain_card.runtime import draft_form, loader
+from langchain_card.testing import FixedPolicy
 
 PROMPT = list(range(40, 60))
 
@@ -59,7 +62,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "toaster"}, DeviceError, ["device = 'toaster'", "is not a device", "Hint"]),
         ({"device": "meta"}, DeviceError, ["device = 'meta'", "only CPU and CUDA"]),
         ({"quantization": "int8"}, InvalidInputError, ["quantization = 'int8'", "float32", "Hint"]),
-        ({"max_model_len": 5000}, InvalidInputError, ["max_model_len = 5000", "1,024 positions"]),
+        ({"max_model_len": 5000}, InvalidInputError, ["max_model_len = 5000", "2,048 positions"]),
     ],
 )
 def test_errors_before_any_weights(
@@ -216,10 +219,10 @@ def test_the_queue_is_bounded(pair: tuple[str, str]) -> None:
 
 
 def test_the_engine_imports_with_torch_and_transformers_alone() -> None:
-    """A bare GPU machine has neither LangChain nor pydantic nor msgspec nor rich nor gguf."""
+    """A bare GPU machine has neither LangChain nor pydantic nor msgspec nor rich, gguf or numba."""
     code = (
         "import sys\n"
-        "for name in ('langchain_core', 'pydantic', 'msgspec', 'rich', 'gguf'): sys.modules[name] = None\n"
+        "for name in ('langchain_core', 'pydantic', 'msgspec', 'rich', 'gguf', 'numba'): sys.modules[name] = None\n"
         "from langchain_card.engine.engine import Engine, EngineConfig\n"
         "import langchain_card; langchain_card.SamplingParams(), langchain_card.EngineConfig()"
     )
@@ -229,3 +232,38 @@ def test_the_engine_imports_with_torch_and_transformers_alone() -> None:
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, langchain_card; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float64"}, {"quantization": "int8"}], ids=["float64", "int8"])
+def test_a_draft_with_a_cut_head_proposes_frequent_tokens_only(
+    options: dict[str, str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers are those of plain decoding, also where penalties, bias and bans name tokens that are left out."""
+    monkeypatch.setattr(draft_form, "HEAD", 150)
+    monkeypatch.setattr(engine, "Controller", lambda **_: FixedPolicy())
+    model, draft = pair
+    seen: set[int] = set()
+    with Engine(EngineConfig(model, draft, ngram=False, **options)) as opened:  # type: ignore[arg-type]
+        insert = CandidateTree.insert
+
+        def noting(self: CandidateTree, parent: int, token: int, score: float, source: str) -> int:
+            seen.add(token)
+            return insert(self, parent, token, score, source)
+
+        monkeypatch.setattr(CandidateTree, "insert", noting)
+        for odd in ({}, {"logit_bias": ((300, 2.0), (7, 1.0)), "banned_ids": (310, 9), "repetition_penalty": 1.2}):
+            for temperature in (0.0, 0.9):
+                params = SamplingParams(max_tokens=60, temperature=temperature, **odd)  # type: ignore[arg-type]
+                wanted = opened.submit(range(40), dataclasses.replace(params, schedule="plain")).result().token_ids
+                got = opened.submit(range(40), dataclasses.replace(params, schedule="sequential")).result()
+                assert got.token_ids == wanted
+                assert got.stats.verified > 0
+    assert seen and max(seen) < 150 < max(wanted)
+
+
+def test_execution_is_a_matter_of_cuda() -> None:
+    """A CPU's steps keep to what is exact there."""
+    for execution in ("eager", "graphs", "compiled"):
+        config = EngineConfig(execution=execution)
+        assert (config.execution_on("cpu"), config.execution_on("cuda")) == (None, execution)
+    assert EngineConfig().execution_on("cuda") is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import tiny
 import torch
 
 from langchain_card.config import EngineConfig, Limits
+from langchain_card.core import messages as m
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import SamplingParams
@@ -67,12 +67,12 @@ def test_no_memory_for_a_sequence(pair: tuple[str, str], scratch: int, monkeypat
     """Of the target: the request is tried once more. Of the draft: the request goes on without it."""
     opened, calls = ModelRunner.open, []
 
-    def scarce(self: ModelRunner) -> Any:
+    def scarce(self: ModelRunner, token_ids: Any) -> Any:
         if self.num_scratch == scratch:
             calls.append(1)
             if len(calls) == 1:
                 raise torch.OutOfMemoryError("planted")
-        return opened(self)
+        return opened(self, token_ids)
 
     with Engine(config(pair)) as engine:
         wanted = answer(engine, 30, "plain")
@@ -116,31 +116,27 @@ def test_whoever_is_read_last_does_not_block_the_others(pair: tuple[str, str]) -
         assert len(unread.result().token_ids) == 60
 
 
-def test_a_prompt_read_again_after_memory_ran_out_takes_no_more_than_before(
+def test_what_was_read_before_memory_ran_out_is_not_read_again(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the attempt that failed had taken is free when the next one begins."""
-    opened: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-    open_, prefill = ModelRunner.open, ModelRunner.prefill
+    read: list[int] = []
+    step = ModelRunner.step
 
-    def watched(self: ModelRunner) -> Any:
-        alive.append(sum(cache() is not None for cache in opened))
-        cache = open_(self)
-        opened.append(weakref.ref(cache))
-        return cache
-
-    def short(self: ModelRunner, *args: Any) -> None:
-        if len(opened) == 1:
+    def short(self: ModelRunner, batch: Any) -> Any:
+        if len(read) == 2:
+            read.append(0)
             raise MemoryError
-        prefill(self, *args)
+        logits = step(self, batch)
+        read.append(sum(len(rows.token_ids) for rows in batch if rows.paths is None))
+        return logits
 
+    limits = Limits(max_step_rows=40)
+    with Engine(config(pair, draft_model=None, limits=limits)) as engine, monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "step", short)
+        tokens = answer(engine, 20, "plain", PROMPT * 10)
+    assert read[:5] == [40, 40, 0, 40, 40] and sum(read) == len(PROMPT * 10) - 1
     with Engine(config(pair, draft_model=None)) as engine:
-        wanted = answer(engine, 20, "plain")
-        monkeypatch.setattr(ModelRunner, "open", watched)
-        monkeypatch.setattr(ModelRunner, "prefill", short)
-        assert answer(engine, 20, "plain") == wanted
-    assert alive == [0, 0]
+        assert answer(engine, 20, "plain", PROMPT * 10) == tokens, "and in chunks as at once"
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
@@ -175,7 +171,7 @@ def test_a_draft_tree_that_grows_for_ever_keeps_what_is_alive() -> None:
         for node in draft.choose(3):
             draft.place(node)
             draft.expand(node, (5, 6), (-0.1, -3.0))
-        assert source.merge(draft.publish("toy", 0), cache, 10**6, 10) == 0
+        assert enter(draft.publish("toy", 0), source, cache) == 0
         before = [path for node in draft.open if (path := texts(draft, node))[:1] == [5]]
         applied = draft.apply(len(draft.output_ids), (5,))
         cache.advance(5)
@@ -183,13 +179,18 @@ def test_a_draft_tree_that_grows_for_ever_keeps_what_is_alive() -> None:
         if draft.root == 0:
             break
     assert draft.epoch == 1 and len(draft.tokens) < 40, "the living ones only"
-    assert source.merge(draft.publish("toy", 0), cache, 10**6, 10) == 0
+    assert enter(draft.publish("toy", 0), source, cache) == 0
     for node in range(1, len(draft.tokens)):
         seen, below = [], source.nodes[node]
         while below != cache.root:
             seen.append(cache.tokens[below])
             below = cache.parents[below]
         assert seen[::-1] == texts(draft, node)
+
+
+def enter(proposal: m.Proposal, source: SourceState, cache: CandidateTree) -> int:
+    assert source.admit(proposal, cache, 10)
+    return source.enter(proposal, cache, 10**6)
 
 
 def texts(tree: DraftTree, node: int) -> list[int]:

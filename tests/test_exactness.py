@@ -28,6 +28,8 @@ from langchain_card.runtime import sampling, threads
 from langchain_card.runtime.int8 import kernel_name
 from langchain_card.testing import FixedPolicy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Pairs = dict[str, tuple[str, str]]
 SCALE = 5 if os.environ.get("CARD_EXPLORE") else 1
 SCHEDULES = ("plain", "sequential", "parallel")
@@ -65,16 +67,6 @@ FORMS: dict[str, dict[str, Any]] = {
 DRAFTERS: dict[str, dict[str, Any]] = {"both": {}, "model": {"ngram": False}, "ngram": {"draft_model": "ngram"}}
 
 
-@pytest.fixture(autouse=True)
-def one_thread_each(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny models gain nothing from more, and lose much where other programs run."""
-    monkeypatch.setattr(threads, "num_cores", lambda: 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def stay_on_one_thread() -> None:
     """The same for the whole process."""
     threads.num_cores = lambda: 1
@@ -107,8 +99,11 @@ def compare_all(form: str, arch: str, pair: tuple[str, str]) -> Figures:
     asked, figures = ask(tiny.byte_tokenizer(), arch, SCALE), Figures()
     reference, eos_ids = Reference(config), (tiny.byte_tokenizer().eos_token_id,)
     wanted = {n: reference.answer(ids, SamplingParams(**options), eos_ids) for n, (ids, options) in asked.items()}
-    for options in DRAFTERS.values():
-        compare(replace(config, **options), asked, wanted, SCHEDULES, figures)
+    for name, options in DRAFTERS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "model":  # tiny models draft at a loss: one that measures would hardly look deep
+                patch.setattr(engine, "Controller", lambda **_: FixedPolicy(widths=(4,) * 8))
+            compare(replace(config, **options), asked, wanted, SCHEDULES, figures)
     return figures
 
 

@@ -8,11 +8,11 @@ import torch
 from langchain_card.runtime.int8 import (
     ACTIVATION_LEVELS,
     ACTIVATION_ZERO_POINT,
-    Int8Linear,
     kernel_name,
     quantize_rows,
     rotate,
 )
+from langchain_card.runtime.int8_layers import Int8Linear
 
 pytestmark = pytest.mark.skipif(kernel_name() is None, reason="this build of torch has no int8 kernel")
 

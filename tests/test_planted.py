@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import scopes
 
-from langchain_card.core import coordinator, query, sources
+from langchain_card.core import coordinator, intake, query, sources
 from langchain_card.core import messages as m
 from langchain_card.core import walk as walking
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.intake import Intake
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.sources import SourceState
@@ -50,18 +51,23 @@ def replaced(function: Callable[..., Any], old: str, new: str, module: Any) -> A
     return space[function.__name__]
 
 
+def remove_incarnations(monkeypatch: Patch) -> None:
+    old = "proposal.incarnation != self.incarnation or "
+    monkeypatch.setattr(SourceState, "_admits", replaced(SourceState._admits, old, "", sources))
+    monkeypatch.setattr(Intake, "is_current", lambda self, source, proposal: source is not None)
+
+
 def test_planted_no_epoch_fence(monkeypatch: Patch) -> None:
     """All trees of a drafter share one numbering, whichever of them a proposal is from."""
     monkeypatch.setattr(
-        SourceState, "merge", replaced(SourceState.merge, "proposal.epoch > self.epoch", "False", sources)
+        SourceState, "admit", replaced(SourceState.admit, "proposal.epoch > self.epoch", "False", sources)
     )
     caught("wrong prefix")
 
 
 def test_planted_no_incarnation_fence(monkeypatch: Patch) -> None:
     """Proposals of a drafter that died meet the numbering of its successor."""
-    old, new = "proposal.incarnation != self.incarnation or ", ""
-    monkeypatch.setattr(SourceState, "_admits", replaced(SourceState._admits, old, new, sources))
+    remove_incarnations(monkeypatch)
     caught("wrong prefix|list index", "a draft dies between two steps")
 
 
@@ -74,8 +80,8 @@ def test_planted_stale_verdict_accepted(monkeypatch: Patch) -> None:
 
 def test_planted_lost_proposal_shifts_the_numbering(monkeypatch: Patch) -> None:
     """What was lost leaves no gap, so that all later numbers mean other nodes."""
-    bad = replaced(SourceState.merge, "self.nodes += [DEAD] * (proposal.first - len(self.nodes))", "pass", sources)
-    monkeypatch.setattr(SourceState, "merge", bad)
+    bad = replaced(SourceState.admit, "self.nodes += [DEAD] * (proposal.first - len(self.nodes))", "pass", sources)
+    monkeypatch.setattr(SourceState, "admit", bad)
     caught("wrong prefix|out of range", faults=("lose",))
 
 
@@ -83,7 +89,7 @@ def test_planted_cache_not_shifted_after_a_hit(monkeypatch: Patch) -> None:
     """The root stays where it was when its child came true."""
 
     def advance(self: CandidateTree, token: int) -> bool:
-        hit = token in self._children[self.root]
+        hit = token in self._children.get(self.root, {})
         self.path.append(self.root)
         return hit
 
@@ -142,10 +148,10 @@ def test_planted_kept_rows_survive_a_new_beginning(monkeypatch: Patch) -> None:
 def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
     """All drafters share one numbering. (Nobody dies here, so the fence that is left out as well is not missed.)"""
     old, new = "state.sources.get(proposal.source)", "next(iter(state.sources.values()), None)"
-    monkeypatch.setattr(Coordinator, "_grow", replaced(Coordinator._grow, old, new, coordinator))
-    old, new = "proposal.incarnation != self.incarnation or ", ""
-    monkeypatch.setattr(SourceState, "_admits", replaced(SourceState._admits, old, new, sources))
-    caught("wrong prefix", faults=())
+    monkeypatch.setattr(Coordinator, "_hear", replaced(Coordinator._hear, old, new, coordinator))
+    monkeypatch.setattr(Intake, "take_in", replaced(Intake.take_in, old, new, intake))
+    remove_incarnations(monkeypatch)
+    caught("wrong prefix|out of range", faults=())
 
 
 def test_planted_correction_not_cumulative(monkeypatch: Patch) -> None:
@@ -170,14 +176,14 @@ def test_planted_the_target_waits_for_its_draft_for_ever(monkeypatch: Patch) -> 
 
 def test_planted_a_slot_is_freed_twice(monkeypatch: Patch) -> None:
     """A draft's KV slots that are free already are freed again with a correction."""
-    old, new = "if slot not in used]", "if slot not in used] + self.free_slots"
+    old, new = "self.free_slots += [", "self.free_slots += self.free_slots + ["
     monkeypatch.setattr(DraftTree, "_re_root", replaced(DraftTree._re_root, old, new, drafters))
     caught("KV slot is lost or shared", "one after the other")
 
 
 def test_planted_a_slot_is_used_twice(monkeypatch: Patch) -> None:
     """A hit frees the slots of the subtree that survives."""
-    bad = replaced(DraftTree._re_root, "if slot not in used", "", drafters)
+    bad = replaced(DraftTree._re_root, " if node not in self.slots]", "]", drafters)
     monkeypatch.setattr(DraftTree, "_re_root", bad)
     caught("KV slot is lost or shared", "a draft dies between two steps")
 
@@ -213,6 +219,18 @@ def test_planted_end_not_sent(monkeypatch: Patch) -> None:
     """An ended request keeps its KV on the workers."""
     monkeypatch.setattr(Coordinator, "_leave", lambda self, state, now: [])
     caught("holds KV", "a consumer leaves")
+
+
+def test_planted_what_came_during_a_pass_is_forgotten(monkeypatch: Patch) -> None:
+    """Proposals that wait for a verdict are never taken in when the pass ran out of memory."""
+    bad = replaced(Coordinator._shrink, "self.intake.take_in(state)", "pass", coordinator)
+    monkeypatch.setattr(Coordinator, "_shrink", bad)
+    caught("nobody takes in")
+
+
+def test_planted_a_long_text_is_read_only_once_there_is_another_window(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Scheduler, "is_reading", False)
+    caught("no end can be reached", "long texts")
 
 
 # What the planted bugs above break, on the code as it is.

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime.attention import card_attention, plan_rows
-from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.kv_cache import KVCache, KVPool
 from langchain_card.runtime.loader import acquire_model, release_model, resolve
+from langchain_card.runtime.row_stable import plan_step
+from langchain_card.runtime.rows import Heads, Rows
 from langchain_card.runtime.runner import ModelRunner
 
 TEXT = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n" * 14
@@ -31,6 +32,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 
 def prefilled(runner: ModelRunner, token_ids: list[int]) -> KVCache:
+    runner.pool.forget()
     cache = runner.open()
     runner.prefill(cache, token_ids)
     return cache
@@ -41,9 +43,9 @@ def path_logits(runner: ModelRunner, cache: KVCache, path: list[int]) -> torch.T
     length = cache.length
     rows = []
     for token in path:
-        rows.append(runner.step(cache, [token], [(0,)]))
-        cache.keep([0])
-    cache.length = length
+        rows.append(runner.step([Rows(cache, [token], cache.length, [(0,)])]))
+        cache.keep([0], [token])
+    del cache.token_ids[length:]
     return torch.cat(rows)
 
 
@@ -71,7 +73,7 @@ def test_same_bits_beside_other_rows_and_in_other_slots(
             own.append(next(free))
             rows.insert(n, (*[slots[i] for i in range(len(shape) - 1)], own[-1]))
             tokens.insert(n, 100 + 7 * n)
-        logits = model.step(cache, tokens, rows)[len(others) :]
+        logits = model.step([Rows(cache, tokens, length, rows)])[len(others) :]
         assert torch.equal(logits, alone), name
 
 
@@ -85,23 +87,22 @@ def test_attention_of_a_row_has_the_same_bits_beside_other_rows(
     kv_heads, group, head_dim = shape
     set_threads(threads)
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache(
-        layers=1, kv_heads=kv_heads, head_dim=head_dim, max_len=512, num_scratch=16,
-        dtype=torch.float32, device=torch.device("cpu"),
+    pool = KVPool(
+        devices=[torch.device("cpu")], kv_heads=kv_heads, head_dim=head_dim, max_len=512, num_scratch=16,
+        dtype=torch.float32,
     )  # fmt: skip
-    cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
-    cache.length = 120
+    pool.layers[0].copy_(torch.randn(pool.layers[0].shape, generator=generator))
+    cache = pool.open()
+    cache.token_ids = [1] * 120
     query = torch.randn(1, kv_heads * group, 16, head_dim, generator=generator)
     new = torch.randn(2, 1, kv_heads, 16, head_dim, generator=generator)
-    layer = torch.nn.Module()
-    layer.layer_idx = 0  # type: ignore[assignment]
     paths = [tuple(range(row + 1)) for row in range(16)]
 
     def attend(rows: slice) -> torch.Tensor:
-        plan = plan_rows(cache, paths[rows], None, torch.float32)
+        plan = plan_step([Rows(cache, [1] * len(paths[rows]), 120, paths[rows])])
         q, k, v = query[:, :, rows], new[0][:, :, rows], new[1][:, :, rows]
         with torch.inference_mode():
-            return card_attention(layer, q, k, v, None, step=plan, softcap=softcap)[0][0]
+            return plan.attend(0, q, k, v, Heads(None, None, softcap))[0]
 
     whole = attend(slice(0, 16))
     for row in range(16):
@@ -114,8 +115,8 @@ def test_kept_rows_continue_as_if_prefilled(runner: tuple[ModelRunner, list[int]
     model, token_ids = runner
     cache = prefilled(model, token_ids[:40])
     plain = path_logits(model, cache, token_ids[40:46])
-    model.step(cache, [token_ids[40], 5, token_ids[41], 9], [(7,), (7, 1), (7, 3), (7, 1, 2)])
-    cache.keep([7, 3])
+    model.step([Rows(cache, [token_ids[40], 5, token_ids[41], 9], 40, [(7,), (7, 1), (7, 3), (7, 1, 2)])])
+    cache.keep([7, 3], token_ids[40:42])
     assert cache.length == 42
-    rest = model.step(cache, token_ids[42:46], [tuple(range(10, 11 + i)) for i in range(4)])
+    rest = model.step([Rows(cache, token_ids[42:46], 42, [tuple(range(10, 11 + i)) for i in range(4)])])
     assert torch.equal(rest, plain[2:])

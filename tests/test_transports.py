@@ -72,6 +72,7 @@ def test_a_sequential_request_does_not_take_the_steps_of_a_parallel_one() -> Non
     transport.send(m.Grow("toy", 0, (1,) * 40))
     for _ in range(10):
         transport.send(m.Grow("toy", 1, (1,)))
+        transport.work()
     while len(drafter.steps) < 50:
         time.sleep(0.001)
     transport.close()

@@ -34,7 +34,7 @@ WIDTH, BRANCH = 64, 4
 
 GPU_LIMITS = Limits(max_window=64, max_lead=64, max_draft_width=64, max_tree_nodes=16384, max_num_seqs=max(BATCHES))
 GPU_SLOTS, CPU_SLOTS = 4096, 64
-"""Nodes that a draft on its own GPU holds KV for, and one beside its target (`engine.DRAFT_SCRATCH`)."""
+"""Nodes that a draft on its own GPU holds KV for, and one beside its target (`engine.drafts.SCRATCH`)."""
 
 GRID = [
     *(("parallel", Pins(*pins)) for pins in product((8, 64), (64,), (0, 2, 4, 8, 12, 16))),

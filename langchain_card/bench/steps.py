@@ -13,6 +13,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.loader import resolve
+from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, use_threads
 
@@ -35,7 +36,7 @@ class _Steps:
         """Of one step over a chain of `rows` rows, which leaves nothing behind."""
         paths = [tuple(range(i + 1)) for i in range(rows)]
         begun = time.perf_counter()
-        self._runner.step(self._cache, [5] * rows, paths).argmax(-1).tolist()
+        self._runner.step([Rows(self._cache, [5] * rows, self._cache.length, paths)]).argmax(-1).tolist()
         return time.perf_counter() - begun
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.config import DTYPES, QUANTIZATIONS, SCHEDULES, EngineConfig
+from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, SCHEDULES, EngineConfig
 from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
 from langchain_card.errors import InvalidInputError
 
@@ -41,7 +41,10 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--draft-device", default="auto", help="of the draft")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV")
-    parser.add_argument("--quantization", default="auto", choices=("auto", *QUANTIZATIONS, "none"))
+    parser.add_argument(
+        "--quantization", default="auto", help="of weights: auto, int8, none, or the JSON of a transformers config"
+    )
+    parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="of the streamed answers (%(default)s)")
     parser.add_argument("--max-tokens", type=int, help=f"of one answer ({MAX_TOKENS}; {DEMO_TOKENS} with --demo)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
@@ -57,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         draft_model=None if args.draft_model == "none" else args.draft_model,
         device=args.device,
         draft_device=args.draft_device,
+        draft_transport=args.draft_transport,
         dtype=args.dtype,
         quantization=None if args.quantization == "none" else args.quantization,
     )

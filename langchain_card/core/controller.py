@@ -210,4 +210,7 @@ class Controller:
 
     def costs_of(self, load: Load) -> CostModel:
         """Loads of about the same size share what they learn."""
-        return self.costs.setdefault((load.schedule, load.num_seqs.bit_length()), CostModel())
+        key = load.schedule, load.num_seqs.bit_length()
+        if key not in self.costs:
+            self.costs[key] = CostModel()
+        return self.costs[key]

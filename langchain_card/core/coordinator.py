@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Policy
+from langchain_card.core.intake import Intake
 from langchain_card.core.passes import Passes
 from langchain_card.core.query import Query, Source, grant
 from langchain_card.core.request import FinishReason, Request, RequestState
@@ -36,24 +37,35 @@ class Coordinator:
         limits: bounds.
         policy: what is decided by measurements.
         vocab_size: of the target; proposals with other token ids are refused.
+        chains: verify no more than one candidate after each row.
     """
 
-    def __init__(self, sources: Sequence[Source], limits: Limits, policy: Policy, vocab_size: int = 2**31) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        limits: Limits,
+        policy: Policy,
+        vocab_size: int = 2**31,
+        *,
+        chains: bool = False,
+    ) -> None:
         self.sources = {source.name: source for source in sources}
         self.limits = limits
         self.policy = policy
         self.vocab_size = vocab_size
-        self.query = Query(self.sources, limits, policy)
+        self.query = Query(self.sources, limits, policy, chains=chains)
         self.scheduler = Scheduler(limits)
         self.workers = Workers((m.TARGET, *self.sources), limits)
         self.draining = False
         self.stale = 0  # proposals and verdicts that came too late, twice or malformed
         self._next_step_id = 0
         self._passes = Passes(policy)
+        self.intake = Intake(self.sources, limits, policy, self._passes, vocab_size)
 
     def copy(self) -> Coordinator:
         """An independent copy that shares the policy."""
-        copied = Coordinator(tuple(self.sources.values()), self.limits, self.policy, self.vocab_size)
+        sources, chains = tuple(self.sources.values()), self.query.chains
+        copied = Coordinator(sources, self.limits, self.policy, self.vocab_size, chains=chains)
         copied.scheduler, copied.workers = self.scheduler.copy(), self.workers.copy()
         copied.draining, copied.stale, copied._next_step_id = self.draining, self.stale, self._next_step_id
         return copied
@@ -66,7 +78,7 @@ class Coordinator:
             case m.Verified(verdict, now):
                 return self._commit(verdict, now)
             case m.Proposed(proposal):
-                return self._grow(proposal)
+                return self._hear(proposal)
             case m.Submitted(request, now):
                 return self._submit(request, now)
             case m.Stopped(request_id, reason, now, num_tokens):
@@ -95,16 +107,20 @@ class Coordinator:
             self.scheduler.put_back(paused)
         while (admitted := self.scheduler.admit()) is not None:
             effects += self._begin(admitted, now)
-        ready, until = [], math.inf
+        ready, until, drafting = [], math.inf, False
         for state in self.scheduler.verifiable():
             effects += self.query.draft_first(state, self.scheduler.load(state), now)
             if state.wait_until is not None and now < state.wait_until:
-                until = min(until, state.wait_until)
+                until, drafting = min(until, state.wait_until), drafting or state.schedule != "parallel"
             else:
                 ready.append(state)
-        if not ready and until == math.inf:
+        if drafting:  # where nothing overlaps, all draft together and are verified together
+            ready = [state for state in ready if state.schedule == "parallel"]
+        if ready or self.scheduler.is_reading:
+            return [*effects, self._verify(ready, now)]
+        if until == math.inf:
             self._passes.interrupt()  # idle
-        return [*effects, self._verify(ready, now) if ready else m.Wait(until)]
+        return [*effects, m.Wait(until)]
 
     def _verify(self, states: Sequence[RequestState], now: float) -> m.Verify:
         loads = [*map(self.scheduler.load, states)]
@@ -123,13 +139,15 @@ class Coordinator:
         window, state.window, state.wait_until, state.failures = state.window, None, None, 0
         rows, tokens = walk(window, verdict.target_ids)
         tokens, reason = cut(tokens, state.request, len(state.output_ids))
-        sources = [self._advance(state, token) for token in tokens]
+        sources = [self._advance(state, token) for token in tokens[:-1]]
+        self.intake.take_in(state)
+        sources.append(self._advance(state, tokens[-1]))
         hit = bool(sources[-1])
         accepted = sources[: len(rows) - 1]
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
-        self._passes.add(window.step_id, len(tokens), verdict.elapsed, now)
-        state.stats.add_round(len(window.token_ids), len(tokens), accepted, hit, verdict.elapsed, now)
+        self._passes.add(verdict, len(tokens), now)
+        state.stats.add_round(verdict, len(tokens), accepted, hit, now)
         logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
         by = (*accepted, "")[: len(tokens)]
         effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs)]
@@ -160,27 +178,13 @@ class Coordinator:
         leave = self.query.leave_at_once(state, name, self.scheduler.load(state), hit=hit)
         return [*effects, grant(state, name, leave)] if leave.widths else effects
 
-    def _grow(self, proposal: m.Proposal) -> list[m.Effect]:
+    def _hear(self, proposal: m.Proposal) -> list[m.Effect]:
         state = self.scheduler.running.get(proposal.request_id)
         source = state.sources.get(proposal.source) if state is not None else None
         if state is None or source is None:
             self.stale += 1
-            return []
-        dropped = source.merge(proposal, state.tree, 2 * self.limits.max_tree_nodes, self.vocab_size)
-        self.stale += dropped is None
-        state.stats.dropped += dropped or 0
-        if proposal.incarnation == source.incarnation and proposal.applied_len == len(state.output_ids):
-            # Else it answers leave that a correction has taken back.
-            source.credits = max(0, source.credits - (proposal.steps if dropped is not None else 0))
-            source.exhausted = dropped is None or not proposal.token_ids
-            if state.schedule == "parallel":
-                state.wait_until = None  # the draft moves: whether to wait on is a new question
-        if proposal.reading:
-            self._passes.interrupt()
-        if dropped is not None and proposal.forwarded and self.sources[proposal.source].paced:
-            state.stats.add_draft_step(proposal.forwarded, proposal.elapsed if state.output_ids else 0.0)
-            load = self.scheduler.load(state)
-            self.policy.saw_draft_step(load, proposal.forwarded, proposal.together, proposal.elapsed)
+        else:
+            self.stale += not self.intake.hear(state, source, proposal, self.scheduler.load(state))
         return []
 
     # Requests come and go.
@@ -199,7 +203,6 @@ class Coordinator:
 
     def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
         """Starts a request on the target and on the drafters that are there, or lets it go on."""
-        self._passes.interrupt()  # the next one reads the prompt
         if not state.incarnation:
             state.schedule = self.policy.schedule(state.schedule, has_drafters=bool(self.sources))
             state.stats.schedule, state.stats.started = state.schedule, now
@@ -236,7 +239,7 @@ class Coordinator:
         """Frees what a request holds on the workers; what is in flight for it is stale from now on."""
         workers = [worker for worker in (m.TARGET, *state.sources) if worker in self.workers]
         state.wait(now, None)
-        state.sources, state.window = {}, None
+        state.sources, state.window, state.heard = {}, None, []
         return [m.End(worker, state.request.request_id) for worker in workers]
 
     def _pause(self, request_id: int, paused: bool, now: float) -> list[m.Effect]:
@@ -277,15 +280,17 @@ class Coordinator:
 
     def _shrink(self, worker: str, request_ids: Sequence[int], now: float) -> list[m.Effect]:
         """Out of memory: a drafter is left out; on the target fewer requests run at once, and one alone fails."""
-        states = [state for i in request_ids if (state := self.scheduler.running.get(i)) is not None]
         effects: list[m.Effect] = []
         if worker != m.TARGET:
+            states = [state for i in request_ids if (state := self.scheduler.running.get(i)) is not None]
             left = [state for state in states if state.sources.pop(worker, None) is not None]
             for state in left:
                 state.wait_until = None
             return [m.End(worker, state.request.request_id) for state in left]
+        states = [state for state in self.scheduler.running.values() if state.window is not None]
         for state in states:
             state.window, state.wait_until = None, None
+            self.intake.take_in(state)
         if len(self.scheduler.running) > 1:
             youngest = list(self.scheduler.running.values())[-1]
             effects += self._leave(youngest, now)

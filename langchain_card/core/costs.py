@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import heapq
+from collections import Counter
 from collections.abc import Sequence
 
 DECAY = 0.9
@@ -63,7 +63,9 @@ class StepTimes:
 
     def observe(self, rows: int, elapsed: float, weight: float = 1.0) -> None:
         """A step over `rows` rows took `elapsed` seconds; `weight` is less than 1 where it is told in parts."""
-        size, seconds = self._sizes.setdefault(_size(rows), (Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)))
+        if (about := _size(rows)) not in self._sizes:
+            self._sizes[about] = Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)
+        size, seconds = self._sizes[about]
         if (expected := self.at(rows)) > 0:
             surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
             elapsed = min(elapsed, MAX_SURPRISE * expected)
@@ -165,12 +167,12 @@ class CostModel:
             chances: by request, of its candidates, likeliest first.
         """
         fewest, price = self.target.at(len(chances)), min(self.trust.value, 1.0) * self.per_token.value
-        best, widths, tried = 0.0, [0] * len(chances), [0] * len(chances)
-        tokens, rows = 0.0, len(chances)
-        for chance, request in heapq.merge(*([(-c, i) for c in cs] for i, cs in enumerate(chances))):
-            tokens, rows = tokens - chance, rows + 1
-            tried[request] += 1
-            worth = tokens * price - (self.target.at(rows) - fewest)
+        order = sorted((-chance, request) for request, of_it in enumerate(chances) for chance in of_it)
+        tokens, best, count = 0.0, 0.0, 0
+        for i, (negated, _) in enumerate(order, 1):
+            tokens -= negated
+            worth = tokens * price - (self.target.at(len(chances) + i) - fewest)
             if worth > best:
-                best, widths = worth, tried.copy()
-        return widths
+                best, count = worth, i
+        widths = Counter(request for _, request in order[:count])
+        return [widths[request] for request in range(len(chances))]

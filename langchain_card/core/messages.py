@@ -94,8 +94,10 @@ class Verdict:
     Attributes:
         request_id, step_id: of the window.
         target_ids: [rows].
-        elapsed: seconds of the pass, prompt reading left out; of one for several requests, this one's share.
+        elapsed: seconds of the pass; of one for several requests, this one's share.
         logprobs: [rows] of the target's tokens; empty when the request wants none.
+        read: prompt tokens, of any requests, that the same pass read.
+        cached: tokens of this one's text that need not be read, known from an earlier one; said once.
     """
 
     request_id: int
@@ -103,6 +105,8 @@ class Verdict:
     target_ids: tuple[int, ...]
     elapsed: float = 0.0
     logprobs: tuple[TokenLogprob, ...] = ()
+    read: int = 0
+    cached: int = 0
 
 
 # Events: what happened.
@@ -177,7 +181,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A worker could not take a step for these requests; it lives, and holds what it held."""
+    """A worker could not take a step for these requests (the target: for all that it verifies); it lives."""
 
     worker: str
     request_ids: tuple[int, ...]
@@ -265,7 +269,10 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """To the target: check these windows; answered by `Verified`, `OutOfMemory` or `WorkerDied`."""
+    """To the target: one pass over these windows and those that it has not answered yet.
+
+    Answered by `Verified`, for windows whose text has been read; by `OutOfMemory` or `WorkerDied` for all of them.
+    """
 
     windows: tuple[Window, ...]
 

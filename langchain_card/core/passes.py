@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from langchain_card.core.controller import Load, Policy
-from langchain_card.core.messages import Window
+from langchain_card.core.messages import Verdict, Window
 
 
 class Passes:
@@ -36,18 +36,18 @@ class Passes:
         self._tokens, self._elapsed = 0, 0.0
 
     def interrupt(self) -> None:
-        """Something that is no decoding lies between the last pass and the end of the next: a prompt, or idleness."""
+        """Something that is no decoding lies between the last pass and the end of the next: idleness."""
         self._last_end = None
 
-    def add(self, step_id: int, tokens: int, elapsed: float, now: float) -> None:
-        """One verdict committed `tokens` tokens; the last one ends the pass."""
-        if step_id not in self._open:
+    def add(self, verdict: Verdict, tokens: int, now: float) -> None:
+        """One verdict committed `tokens` tokens; the last one ends the pass. One that read a text teaches nothing."""
+        if verdict.step_id not in self._open:
             return
-        self._open.discard(step_id)
-        self._tokens, self._elapsed = self._tokens + tokens, self._elapsed + elapsed
+        self._open.discard(verdict.step_id)
+        self._tokens, self._elapsed = self._tokens + tokens, self._elapsed + verdict.elapsed
         if self._open:
             return
-        if self._load is not None:
+        if self._load is not None and not verdict.read:
             since_last = None if self._last_end is None else now - self._last_end
             self._policy.saw_pass(self._load, self._requests, self._rows, self._tokens, self._elapsed, since_last)
         self._last_end = now

@@ -36,10 +36,11 @@ class Query:
         sources: the drafters, by name.
         limits: bounds.
         policy: decides where measurements must.
+        chains: verify no more than one candidate after each row.
     """
 
-    def __init__(self, sources: Mapping[str, Source], limits: Limits, policy: Policy) -> None:
-        self.sources = sources
+    def __init__(self, sources: Mapping[str, Source], limits: Limits, policy: Policy, *, chains: bool = False) -> None:
+        self.sources, self.chains = sources, chains
         self.limits = limits
         self.policy = policy
 
@@ -86,12 +87,15 @@ class Query:
         windows = []
         for i, (state, (nodes, _), width) in enumerate(zip(states, found, widths, strict=True)):
             state.wait(now, None)
-            state.window = self._window(state, nodes[:width], step_id + i)
+            state.window = self._window(
+                state, nodes[: min(width, self.limits.max_step_rows // loads[i].num_seqs - 1)], step_id + i
+            )
             windows.append(state.window)
         return windows
 
     def _candidates(self, state: RequestState) -> tuple[list[int], list[float]]:
-        return state.tree.best_subtree(self._budget(state))
+        best = state.tree.best_chain if self.chains else state.tree.best_subtree
+        return best(self._budget(state))
 
     def _budget(self, state: RequestState) -> int:
         return min(self.limits.max_window, state.tokens_left) - 1 if state.sources and not state.failures else 0
@@ -113,7 +117,7 @@ class Query:
         if source.exhausted or not budget or lead >= min(self.limits.max_lead, state.tokens_left - 1):
             return False
         leave = self.policy.leave(load, hit=True)
-        chances = state.tree.open_chances(source.expanded, leave.widths[-1], leave.min_chance)
+        chances = state.tree.open_chances(source.expanded, budget, leave.widths[-1], leave.min_chance)
         _, verified = self._candidates(state)
         if len(verified) == budget:  # what comes takes the place of the least likely
             chances = [chance - verified[-1] for chance in chances if chance > verified[-1]]

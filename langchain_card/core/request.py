@@ -8,7 +8,7 @@ from enum import Enum
 
 from langchain_card.config import SCHEDULES, Limits, Schedule, check_choice, check_ids, check_range
 from langchain_card.core.candidates import CandidateTree
-from langchain_card.core.messages import Window
+from langchain_card.core.messages import Proposal, Verdict, Window
 from langchain_card.core.sources import SourceState
 from langchain_card.errors import InvalidInputError
 
@@ -121,6 +121,7 @@ class RequestStats:
         dropped: proposed candidates that arrived under a dead branch or an old epoch.
         target_busy: seconds in target steps after the first token.
         draft_busy: seconds in draft steps after the first token.
+        cached_tokens: tokens of the prompt that need not be read, known from an earlier request.
         draft_steps, draft_nodes: steps of drafts that cost time, and candidates that they expanded.
         waited: seconds that rounds waited for their draft.
         submitted, started, first_token, ended: times.
@@ -139,20 +140,21 @@ class RequestStats:
     draft_steps: int = 0
     draft_nodes: int = 0
     waited: float = 0.0
+    cached_tokens: int = 0
     submitted: float = 0.0
     started: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
 
-    def add_round(self, rows: int, tokens: int, accepted: Sequence[str], hit: bool, elapsed: float, now: float) -> None:
-        """Counts a committed window of `rows` rows: its tokens, and the drafters of the accepted candidates."""
+    def add_round(self, verdict: Verdict, tokens: int, accepted: Sequence[str], hit: bool, now: float) -> None:
+        """Counts a window: its verdict, the tokens committed, and the drafters of the accepted candidates."""
         if self.rounds:
-            self.target_busy += elapsed
+            self.target_busy += verdict.elapsed
         else:
-            self.first_token = now
+            self.first_token, self.cached_tokens = now, verdict.cached
         self.rounds += 1
         self.output_tokens += tokens
-        self.verified += rows - 1
+        self.verified += len(verdict.target_ids) - 1
         self.accepted += len(accepted)
         self.hits += hit
         for name in accepted:
@@ -213,6 +215,7 @@ class RequestState:
         stats: counts and times.
         output_ids: committed tokens of the answer.
         window: the verification in flight, or None.
+        heard: proposals that came while the window is in flight.
         kept_rows: rows of the last window that were committed; the next window carries them to the target.
         wait_until: until when a round may wait for its draft, or None.
         wait_since: since when it waits, or None.
@@ -228,6 +231,7 @@ class RequestState:
     sources: dict[str, SourceState] = field(default_factory=dict)
     output_ids: list[int] = field(default_factory=list)
     window: Window | None = None
+    heard: list[Proposal] = field(default_factory=list)
     kept_rows: tuple[int, ...] = ()
     wait_until: float | None = None
     wait_since: float | None = None
@@ -262,4 +266,5 @@ class RequestState:
             stats=replace(self.stats, accepted_by_source=self.stats.accepted_by_source.copy()),
             sources={name: source.copy() for name, source in self.sources.items()},
             output_ids=self.output_ids.copy(),
+            heard=self.heard.copy(),
         )

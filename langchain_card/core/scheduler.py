@@ -67,6 +67,11 @@ class Scheduler:
         states = [state for state in self.running.values() if state.window is None and not state.paused]
         return next(([state] for state in states if state.failures), states)
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the target has windows whose text it has not read to the end."""
+        return any(state.window is not None for state in self.running.values())
+
     def load(self, state: RequestState) -> Load:
         """What the policy is asked about where it decides for this request."""
         return Load(state.schedule, len(self.running))

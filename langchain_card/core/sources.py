@@ -7,7 +7,9 @@ request), the epoch (an earlier tree of the drafter) and the numbering (what was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from langchain_card.core.candidates import DEAD, CandidateTree
@@ -46,34 +48,45 @@ class SourceState:
         """An independent copy."""
         return replace(self, nodes=self.nodes.copy(), expanded=self.expanded.copy())
 
-    def merge(self, proposal: Proposal, tree: CandidateTree, max_nodes: int, vocab_size: int) -> int | None:
-        """Enters a proposal's nodes into the cache.
+    def admit(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
+        """Takes note of the numbers of a proposal's nodes, all of them `DEAD` until `enter`.
+
+        Args:
+            proposal: of this drafter.
+            tree: of the request.
+            vocab_size: token ids at and above it are refused.
+
+        Returns:
+            Whether it is neither stale nor senseless; else nothing was done.
+        """
+        if not self._admits(proposal, tree, vocab_size):
+            return False
+        if proposal.epoch > self.epoch:
+            self.epoch, self.nodes = proposal.epoch, []
+        self.nodes += [DEAD] * (proposal.first - len(self.nodes))  # lost
+        self.nodes[proposal.root] = tree.path[proposal.applied_len]
+        self.nodes += [DEAD] * len(proposal.token_ids)
+        self.applied_len = max(self.applied_len, proposal.applied_len)
+        return True
+
+    def enter(self, proposal: Proposal, tree: CandidateTree, max_nodes: int) -> int:
+        """Enters the nodes of a proposal that was admitted in this epoch into the cache.
 
         Args:
             proposal: of this drafter.
             tree: of the request.
             max_nodes: candidates that the tree may hold.
-            vocab_size: token ids at and above it are refused.
 
         Returns:
-            How many of its nodes were dropped because their branch is dead or the tree full; None when all of it is
-            stale or makes no sense, and nothing was done.
+            How many were dropped because their branch is dead or the tree full.
         """
-        if not self._admits(proposal, tree, vocab_size):
-            return None
-        if proposal.epoch > self.epoch:
-            self.epoch, self.nodes = proposal.epoch, []
-        self.nodes += [DEAD] * (proposal.first - len(self.nodes))  # lost
-        self.nodes[proposal.root] = tree.path[proposal.applied_len]
-        self.applied_len = max(self.applied_len, proposal.applied_len)
-        dropped = 0
+        nodes, bound, number = self.nodes, max_nodes + len(tree.path), proposal.first
         for parent, token, score in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
-            full = len(tree) - len(tree.path) >= max_nodes
-            node = DEAD if full else tree.insert(self.nodes[parent], token, score, proposal.source)
-            self.nodes.append(node)
-            dropped += node == DEAD
-        self.expanded.update(self.nodes[number] for number in proposal.expanded if self.nodes[number] != DEAD)
-        return dropped
+            if len(tree) < bound:
+                nodes[number] = tree.insert(nodes[parent], token, score, proposal.source)
+            number += 1
+        self.expanded.update(nodes[number] for number in proposal.expanded if nodes[number] != DEAD)
+        return nodes[proposal.first : number].count(DEAD)
 
     def _admits(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
         count, first = len(proposal.token_ids), proposal.first
@@ -90,16 +103,23 @@ class SourceState:
             and len(proposal.parents) == len(proposal.scores) == count
             and 0 <= proposal.root < first
             and 0 <= proposal.applied_len < len(tree.path)
-            and all(0 <= parent < first + i for i, parent in enumerate(proposal.parents))
-            and all(0 <= number < first + count for number in proposal.expanded)
-            and all(0 <= token < vocab_size for token in proposal.token_ids)
-            and all(score <= 0.0 for score in proposal.scores)
+            and _within(proposal.parents, first + count)
+            and all(map(operator.lt, proposal.parents, range(first, first + count)))
+            and _within(proposal.expanded, first + count)
+            and _within(proposal.token_ids, vocab_size)
+            and not any(map(math.isnan, proposal.scores))
+            and max(proposal.scores, default=0.0) <= 0.0
         )
 
     def renumber(self, new: Mapping[int, int]) -> None:
         """Follows a sweep of the tree; what was swept out is dead."""
         self.nodes = [new.get(node, DEAD) for node in self.nodes]
         self.expanded = {new[node] for node in self.expanded if node in new}
+
+
+def _within(numbers: Sequence[int], bound: int) -> bool:
+    """Whether all of them lie in [0, bound)."""
+    return not numbers or (min(numbers) >= 0 and max(numbers) < bound)
 
 
 def _well_typed(proposal: Proposal) -> bool:

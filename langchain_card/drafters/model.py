@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from langchain_card.core.messages import Proposal
@@ -23,6 +24,7 @@ from langchain_card.core.request import Request
 from langchain_card.drafters.tree import MIN_CHANCE, NUM_CHILDREN, DraftTree
 from langchain_card.ports import Budget
 from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import Sampler
 
@@ -65,15 +67,30 @@ class RankChances:
 
 @dataclass(slots=True)
 class _Sequence:
+    request_id: int
     tree: DraftTree
     cache: KVCache | None  # opened with the first step
     sampler: Sampler
     ranks: RankChances | None  # None when greedy
 
+    def text(self) -> list[int]:
+        """Committed tokens of prompt and answer."""
+        return [*self.tree.prompt_ids, *self.tree.output_ids]
+
     def unread(self) -> list[int]:
         """Committed tokens that have no KV yet, in order."""
         num_prompt, length = len(self.tree.prompt_ids), self.cache.length if self.cache is not None else 0
         return [*self.tree.prompt_ids[length:], *self.tree.output_ids[max(0, length - num_prompt) :]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A request's share of a step: the nodes to expand, and the rows whose last logits are theirs."""
+
+    sequence: _Sequence
+    nodes: list[int]
+    rows: Rows | None  # None when nothing can be expanded
+    reading: float
 
 
 class ModelDrafter:
@@ -97,10 +114,12 @@ class ModelDrafter:
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Opens a sequence; its text is read, and memory taken, with the first step."""
+        self.end(request.request_id)
         tree = DraftTree(request.prompt_ids, output_ids, self._runner.num_scratch)
         sampler = Sampler(request.params, request.prompt_ids)
         sampler.commit(output_ids)
-        self._sequences[request.request_id] = _Sequence(tree, None, sampler, self._ranks_at(request.params.temperature))
+        ranks = self._ranks_at(request.params.temperature)
+        self._sequences[request.request_id] = _Sequence(request.request_id, tree, None, sampler, ranks)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
@@ -109,56 +128,64 @@ class ModelDrafter:
             return
         applied = sequence.tree.apply(start, token_ids)
         if sequence.cache is not None:
-            sequence.cache.keep(applied.slots)
+            length = sequence.cache.length - len(sequence.tree.prompt_ids)
+            sequence.cache.keep(applied.slots, sequence.tree.output_ids[length : length + len(applied.slots)])
         sequence.sampler.commit(applied.token_ids)
         if sequence.ranks is not None:
             for rank in applied.ranks:
                 sequence.ranks.learn(rank)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        """One forward pass per request; a proposal without nodes when its tree cannot grow."""
+        """One forward pass for all requests; a proposal without nodes for one whose tree cannot grow."""
+        known = [budget for budget in budgets if budget.request_id in self._sequences]
+        parts = [self._plan(budget, self._sequences[budget.request_id]) for budget in known]
+        batch = [part.rows for part in parts if part.rows is not None]
+        started = time.perf_counter()
+        if batch:
+            self._expand([part for part in parts if part.nodes], self._runner.step(batch))
+        elapsed, together = time.perf_counter() - started, sum(len(part.nodes) for part in parts)
         return [
-            self._step(budget, self._sequences[budget.request_id])
-            for budget in budgets
-            if budget.request_id in self._sequences
+            part.sequence.tree.publish(
+                self.name,
+                part.sequence.request_id,
+                forwarded=len(part.nodes),
+                together=together,
+                elapsed=elapsed * len(part.nodes) / max(1, together),
+                reading=part.reading,
+            )
+            for part in parts
         ]
 
     def end(self, request_id: int) -> None:
         """Frees the sequence."""
-        self._sequences.pop(request_id, None)
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None and sequence.cache is not None:
+            self._runner.close(sequence.cache)
 
     def close(self) -> None:
         """Frees every sequence."""
-        self._sequences.clear()
+        for request_id in list(self._sequences):
+            self.end(request_id)
 
-    def _step(self, budget: Budget, sequence: _Sequence) -> Proposal:
-        tree, request_id = sequence.tree, budget.request_id
+    def _plan(self, budget: Budget, sequence: _Sequence) -> _Part:
+        """What to forward for a request; a text that is much longer than a step is read at once."""
+        tree, reading = sequence.tree, 0.0
         if len(tree.prompt_ids) + len(tree.output_ids) + self._runner.num_scratch > self._runner.max_len:
-            return tree.publish(self.name, request_id)  # the text is longer than the draft's context
-        cache = sequence.cache = sequence.cache or self._runner.open()
-        nodes = tree.choose(budget.width, budget.min_chance)
-        unread = sequence.unread()
-        reading = 0.0
+            return _Part(sequence, [], None, reading)  # the text is longer than the draft's context
+        if sequence.cache is None:
+            sequence.cache = self._runner.open(sequence.text()[:-1])
+        cache, unread = sequence.cache, sequence.unread()
         if len(unread) > CATCH_UP_ROWS:
             begun = time.perf_counter()
             self._runner.prefill(cache, unread[:-1])
             unread, reading = unread[-1:], time.perf_counter() - begun
-        started = time.perf_counter()
+        nodes = tree.choose(budget.width, budget.min_chance)
         if nodes == [tree.root]:
-            self._expand(sequence, nodes, self._read(tree, cache, unread))
+            rows = Rows(cache, unread, cache.length, None, ask=True)
         elif nodes:
             paths = [tree.place(node) for node in nodes]
-            self._expand(sequence, nodes, self._runner.step(cache, [tree.tokens[node] for node in nodes], paths))
-        elapsed = time.perf_counter() - started
-        return tree.publish(self.name, request_id, forwarded=len(nodes), elapsed=elapsed, reading=reading)
-
-    def _read(self, tree: DraftTree, cache: KVCache, unread: list[int]) -> Tensor:
-        """Forwards the last committed tokens as a chain; logits [1, vocabulary] of the last."""
-        slots = tree.free_slots[: len(unread)]
-        paths = [tuple(slots[: i + 1]) for i in range(len(unread))]
-        logits = self._runner.step(cache, unread, paths)
-        cache.keep(slots)
-        return logits[-1:]
+            rows = Rows(cache, [tree.tokens[node] for node in nodes], cache.length, paths)
+        return _Part(sequence, nodes, rows if nodes else None, reading)
 
     def _ranks_at(self, temperature: float) -> RankChances | None:
         if temperature == 0:
@@ -166,18 +193,28 @@ class ModelDrafter:
         return self._ranks.setdefault(round(temperature, 1), RankChances(self._num_children))
 
     @torch.inference_mode()
-    def _expand(self, sequence: _Sequence, nodes: list[int], logits: Tensor) -> None:
-        """Publishes the likeliest children: by log q when greedy, by the perturbed score when sampling."""
+    def _expand(self, parts: Sequence[_Part], logits: Tensor) -> None:
+        """Publishes the likeliest children of the parts' nodes, to which the rows of `logits` belong in order."""
+        best: list[Tensor] = []
+        sizes = [len(part.nodes) for part in parts]
+        for part, own in zip(parts, torch.split(logits[:, : self._vocab_size], sizes), strict=True):
+            best += self._best_children(part.sequence, part.nodes, own.float())
+        chances, token_ids = torch.cat(best[::2]).tolist(), torch.cat(best[1::2]).tolist()
+        floor = math.log(MIN_CHANCE)
+        nodes = [(part.sequence.tree, node) for part in parts for node in part.nodes]
+        for (tree, node), ids, logs in zip(nodes, token_ids, chances, strict=True):
+            keep = sum(log >= floor for log in logs) or 1
+            tree.expand(node, ids[:keep], logs[:keep])
+
+    def _best_children(self, sequence: _Sequence, nodes: Sequence[int], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Chances and tokens [nodes, children], by log q when greedy, by the perturbed score when sampling."""
         tree = sequence.tree
         paths = [[tree.tokens[n] for n in tree.path(node)] for node in nodes]
-        scores = sequence.sampler.scores(logits[:, : self._vocab_size].float(), paths)
+        if not sequence.sampler.idle:  # penalties, bias and bans may name a token that a cut head leaves out
+            logits = F.pad(logits, (0, self._vocab_size - logits.shape[1]), value=-math.inf)
+        scores = sequence.sampler.scores(logits, paths)
         top = scores.topk(self._num_children, dim=-1)
-        if sequence.ranks is not None:
-            learnt = torch.tensor(sequence.ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
-            chances = learnt.where(top.values > -math.inf, -math.inf)
-        else:
-            chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
-        floor = math.log(MIN_CHANCE)
-        for node, token_ids, logs in zip(nodes, top.indices.tolist(), chances.tolist(), strict=True):
-            keep = sum(log >= floor for log in logs) or 1
-            tree.expand(node, token_ids[:keep], logs[:keep])
+        if sequence.ranks is None:
+            return top.values - scores.logsumexp(dim=-1, keepdim=True), top.indices
+        learnt = torch.tensor(sequence.ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
+        return learnt.where(top.values > -math.inf, -math.inf), top.indices

@@ -1,26 +1,35 @@
 """`DraftTree`: a drafter's own tree of candidates for one request, likeliest node first. No model in it.
 
-Nothing is pruned: every published node stays open until it is expanded, so a branch that was passed over can be grown
-at any time. A correction that lies in the tree re-roots it, and every surviving node keeps its KV slot; one that does
-not drops the tree and starts a new epoch at the last committed token.
+Nothing is pruned: what was found stays open until it is expanded, so a branch that was passed over can be grown at any
+time. Only those children become nodes, and are published, that the target reaches with some chance; the others are
+held back until the root has come near enough. A correction that lies in the tree re-roots it, and every surviving node
+keeps its KV slot; one that does not drops the tree and starts a new epoch at the last committed token.
+
+Dead nodes are dropped with each correction, in one pass; a step looks at nothing but the nodes that it makes.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 from langchain_card.core.messages import Proposal
 
 NUM_CHILDREN = 16
-"""Children published of each expanded node, at most. Whatever is not among them is a miss."""
+"""Children found of each expanded node, at most. Whatever is not among them is a miss."""
 
 MIN_CHANCE = 0.001
-"""Children below it are not published."""
+"""Children below it are not kept."""
 
-MAX_NODES = 1024
+FLOOR = math.log(1e-4)
+"""Children are held back while the target reaches them, from the root, with a smaller log chance (docs/LOG.md)."""
+
+HELD_BACK = -1
+"""In the place of a child's node."""
+
+MAX_NODES = 8192
 """Nodes of one epoch; beyond it the living ones are numbered anew."""
 
 
@@ -38,6 +47,10 @@ class Applied(NamedTuple):
     ranks: Sequence[int | None] = ()
 
 
+_HeldBack: TypeAlias = tuple[float, int, int, Sequence[int], Sequence[float]]
+"""The likeliest child held back: its negated score, its parent, its rank; tokens and scores of all children."""
+
+
 class DraftTree:
     """One request as a drafter sees it.
 
@@ -49,10 +62,11 @@ class DraftTree:
     Attributes:
         output_ids: answer tokens applied.
         epoch: see `core.messages.Proposal`.
-        tokens, parents, scores, slots: [nodes]; scores are cumulative from node 0, slots None until forwarded.
-        children: [nodes] child by token.
+        tokens, parents: [nodes].
+        scores, reached: [nodes] log chance that the target picks the token after its parent; the sum down to it.
         root: node of the last applied token.
-        open: nodes that are not expanded yet.
+        children: of each living node that was expanded, likeliest first: by token the node, or `HELD_BACK`.
+        slots: of each living node that was forwarded.
         published: nodes of this epoch that were published, or stand for the last token applied.
         free_slots: KV slots without a node.
     """
@@ -61,7 +75,9 @@ class DraftTree:
         self.prompt_ids = tuple(prompt_ids)
         self.output_ids = list(output_ids)
         self.num_slots = num_slots
-        self.epoch, self.published = -1, 0
+        self.slots: dict[int, int] = {}
+        self.free_slots = list(range(num_slots))
+        self.epoch, self.root, self.published = -1, 0, 1
         self._start_epoch()
 
     def copy(self) -> DraftTree:
@@ -69,10 +85,29 @@ class DraftTree:
         copied = DraftTree.__new__(DraftTree)
         copied.prompt_ids, copied.num_slots = self.prompt_ids, self.num_slots
         copied.epoch, copied.root, copied.published = self.epoch, self.root, self.published
-        copied.children = [children.copy() for children in self.children]
-        for name in ("output_ids", "tokens", "parents", "scores", "slots", "open", "free_slots"):
+        copied.children = {node: children.copy() for node, children in self.children.items()}
+        names = (
+            "output_ids",
+            "tokens",
+            "parents",
+            "scores",
+            "reached",
+            "slots",
+            "free_slots",
+            "_open",
+            "_held_back",
+            "_ways",
+        )
+        for name in names:
             setattr(copied, name, getattr(self, name).copy())
         return copied
+
+    @property
+    def open(self) -> list[int]:
+        """Living nodes that are not expanded yet."""
+        if self.root not in self.children:
+            return [self.root]
+        return sorted(node for _, node in self._open)
 
     def apply(self, start: int, token_ids: Sequence[int]) -> Applied:
         """The answer's tokens from `start` on are `token_ids`: a hit re-roots the tree, a miss drops it."""
@@ -80,27 +115,36 @@ class DraftTree:
         if not start <= known < start + len(token_ids):
             return Applied()  # nothing new, or an earlier correction was lost: the next one repeats it
         new, slots, ranks = token_ids[known - start :], list[int](), list[int | None]()
-        node: int | None = self.root
+        node, path = self.root, list[int]()
         for token in new:
-            if node is not None and (children := self.children[node]):
-                ranks.append(list(children).index(token) if token in children else None)
-            node = self.children[node].get(token) if node is not None else None
-            if node is not None and (slot := self.slots[node]) is not None:
-                slots.append(slot)
+            if node not in self.children:
+                break
+            children = self.children[node]
+            ranks.append(list(children).index(token) if token in children else None)
+            if (node := children.get(token, HELD_BACK)) == HELD_BACK:
+                break
+            path.append(node)
+            if node in self.slots:
+                slots.append(self.slots[node])
         self.output_ids += new
-        if node is None:
+        if len(path) < len(new):
             self._start_epoch()
         else:
-            self._re_root(node)
+            self._re_root(path)
         return Applied(new, slots, ranks)
 
     def choose(self, width: int, min_chance: float = 0.0) -> list[int]:
-        """The likeliest open nodes, at most `width`, that are reached with `min_chance`; the root while it is open."""
-        if self.root in self.open:
+        """Takes the likeliest open nodes, at most `width`, that are reached with `min_chance`, to be expanded.
+
+        The root alone while it is open.
+        """
+        if self.root not in self.children:
             return [self.root]
-        least = self.scores[self.root] + math.log(min_chance) if min_chance else -math.inf
-        likely = [(-self.scores[node], node) for node in self.open if self.scores[node] >= least]
-        return [node for _, node in heapq.nsmallest(min(width, len(self.free_slots)), likely)]
+        least = self.reached[self.root] + math.log(min_chance) if min_chance else -math.inf
+        room, chosen = min(width, len(self.free_slots)), list[int]()
+        while self._open and len(chosen) < room and -self._open[0][0] >= least:
+            chosen.append(heapq.heappop(self._open)[1])
+        return chosen
 
     def path(self, node: int) -> list[int]:
         """Nodes from the first one below the root down to `node`."""
@@ -111,23 +155,21 @@ class DraftTree:
         return nodes[::-1]
 
     def place(self, node: int) -> tuple[int, ...]:
-        """Gives a node a slot; the slots on its path."""
+        """Gives a node a slot; the slots on its path, all of which were forwarded."""
         self.slots[node] = self.free_slots.pop()
-        slots = tuple(slot for above in self.path(node) if (slot := self.slots[above]) is not None)
-        assert len(slots) == len(self.path(node)), "a node was forwarded before its parent"
-        return slots
+        return self._way(node)
+
+    def _way(self, node: int) -> tuple[int, ...]:
+        if node == self.root:
+            return ()
+        if node not in self._ways:
+            self._ways[node] = (*self._way(self.parents[node]), self.slots[node])
+        return self._ways[node]
 
     def expand(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
-        """Appends children; `scores` are conditional on `parent`."""
-        self.open.discard(parent)
-        for token, score in zip(token_ids, scores):  # noqa: B905
-            self.children[parent][token] = len(self.tokens)
-            self.open.add(len(self.tokens))
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.scores.append(self.scores[parent] + score)
-            self.slots.append(None)
-            self.children.append({})
+        """Takes the children of a node, one at least, likeliest first; `scores` are conditional on it."""
+        self.children[parent] = dict.fromkeys(token_ids, HELD_BACK)
+        self._add(parent, 0, token_ids, scores)
 
     def publish(
         self,
@@ -140,9 +182,8 @@ class DraftTree:
         reading: float = 0.0,
     ) -> Proposal:
         """All nodes of this epoch that were not published yet; see `core.messages.Proposal`."""
-        first = self.published
-        self.published = len(self.tokens)
-        new = range(first, len(self.tokens))
+        first, self.published = self.published, len(self.tokens)
+        parents = tuple(self.parents[first:])
         return Proposal(
             source=source,
             request_id=request_id,
@@ -150,15 +191,30 @@ class DraftTree:
             root=self.root,
             applied_len=len(self.output_ids),
             first=first,
-            parents=tuple(self.parents[first:]),
+            parents=parents,
             token_ids=tuple(self.tokens[first:]),
-            scores=tuple(self.scores[node] - self.scores[self.parents[node]] for node in new),
-            expanded=tuple(dict.fromkeys(self.parents[first:])),
+            scores=tuple(self.scores[first:]),
+            expanded=tuple(dict.fromkeys(parents)),
             forwarded=forwarded,
             together=forwarded if together is None else together,
             elapsed=elapsed,
             reading=reading,
         )
+
+    def _add(self, parent: int, rank: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
+        """Makes nodes of the children from `rank` on that are likely enough, and of the first of all."""
+        children, reached, node = self.children[parent], self.reached[parent], len(self.tokens)
+        least = self.reached[self.root] + FLOOR - reached
+        while rank < len(scores) and ((score := scores[rank]) >= least or not rank):
+            children[token_ids[rank]] = node
+            self.tokens.append(token_ids[rank])
+            self.parents.append(parent)
+            self.scores.append(score)
+            self.reached.append(reached + score)
+            heapq.heappush(self._open, (-reached - score, node))
+            node, rank = node + 1, rank + 1
+        if rank < len(scores):
+            heapq.heappush(self._held_back, (-reached - scores[rank], parent, rank, token_ids, scores))
 
     def _start_epoch(self) -> None:
         self.epoch += 1
@@ -166,32 +222,55 @@ class DraftTree:
         self.tokens: list[int] = [self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]]
         self.parents: list[int] = [-1]
         self.scores: list[float] = [0.0]
-        self.root: int = 0
-        self.slots: list[int | None] = [None]
-        self.children: list[dict[int, int]] = [{}]
-        self.open: set[int] = {0}
-        self.free_slots = list(range(self.num_slots))
+        self.reached: list[float] = [0.0]
+        self.root = 0
+        self.children: dict[int, dict[int, int]] = {}
+        self.free_slots += self.slots.values()
+        self.slots.clear()
+        self._ways: dict[int, tuple[int, ...]] = {}  # slots from below the root down to a node
+        self._open: list[tuple[float, int]] = []  # heaps: of nodes,
+        self._held_back: list[_HeldBack] = []  # and of expanded nodes, by their next child
 
-    def _re_root(self, root: int) -> None:
-        self.root = root
-        alive = {root: 0}
-        for node in range(root + 1, len(self.tokens)):
-            if self.parents[node] in alive:
-                alive[node] = len(alive)
-        used = {self.slots[node] for node in alive if node != root}
-        self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
-        self.open &= alive.keys()
+    def _re_root(self, path: Sequence[int]) -> None:
+        """Moves the root down `path`; what hangs beside it is dead."""
+        self.root = path[-1]
+        living = [self.root]
+        for node in living:
+            if node in self.children:
+                living += self.children[node].values()
+        self.children = {node: self.children[node] for node in living if node in self.children}
+        slots, self._ways = self.slots, {}
+        self.slots = {node: slots[node] for node in self.children if node != self.root}
+        self.free_slots += [slot for node, slot in slots.items() if node not in self.slots]
+        self._open = [entry for entry in self._open if self.parents[entry[1]] in self.children]
+        self._held_back = [entry for entry in self._held_back if entry[1] in self.children]
+        heapq.heapify(self._open)
+        heapq.heapify(self._held_back)
+        least = self.reached[self.root] + FLOOR
+        while self._held_back and -self._held_back[0][0] >= least:
+            self._add(*heapq.heappop(self._held_back)[1:])
         if len(self.tokens) > MAX_NODES:
-            self._renumber(alive)
+            self._renumber()
 
-    def _renumber(self, new: Mapping[int, int]) -> None:
-        """Starts an epoch with the nodes that are alive, by their old numbers; the next proposal repeats them."""
+    def _renumber(self) -> None:
+        """Starts an epoch with the nodes that are alive; the next proposal repeats them."""
+        below = {child for children in self.children.values() for child in children.values()} - {HELD_BACK}
+        alive = [self.root, *sorted(below)]
+        new = {node: i for i, node in enumerate(alive)}
         self.epoch += 1
         self.published = 1
-        self.parents = [new.get(self.parents[node], -1) for node in new]
-        self.tokens = [self.tokens[node] for node in new]
-        self.scores = [self.scores[node] for node in new]
-        self.slots = [self.slots[node] for node in new]
-        self.children = [{token: new[child] for token, child in self.children[node].items()} for node in new]
-        self.open = {new[node] for node in self.open}
+        self.parents = [new.get(self.parents[node], -1) for node in alive]
+        self.tokens = [self.tokens[node] for node in alive]
+        self.scores = [self.scores[node] for node in alive]
+        self.reached = [self.reached[node] for node in alive]
+        self._ways = {}
+        self.slots = {new[node]: slot for node, slot in self.slots.items()}
+        self.children = {
+            new[node]: {token: new.get(child, HELD_BACK) for token, child in children.items()}
+            for node, children in self.children.items()
+        }
+        self._open = [(score, new[node]) for score, node in self._open]  # in the same order: still heaps
+        self._held_back = [
+            (score, new[node], rank, tokens, scores) for score, node, rank, tokens, scores in self._held_back
+        ]
         self.root = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
@@ -47,20 +47,16 @@ class DraftWorker:
         with self._turn:
             self._apply(command)
 
-    def carry_out(self, command: DraftCommand) -> None:
-        """Applies one command and takes all steps that its request has leave for."""
+    def work(self, request_ids: Collection[int]) -> None:
+        """Takes all steps that these requests have leave for, those of one step together."""
         with self._turn:
-            self._apply(command)
-            while widths := self.leave.get(command.request_id):
-                self._step([self._budget(command.request_id, widths)])
+            while self._step(request_ids):
+                pass
 
-    def step(self) -> bool:
-        """One step for every request that has leave; False when none has."""
+    def step(self, but: Collection[int] = ()) -> bool:
+        """One step for every request that has leave, but these; False when none has."""
         with self._turn:
-            budgets = [self._budget(request_id, widths) for request_id, widths in self.leave.items() if widths]
-            if budgets:
-                self._step(budgets)
-            return bool(budgets)
+            return self._step(self.leave.keys() - but)
 
     def _apply(self, command: DraftCommand) -> None:
         match command:
@@ -78,10 +74,14 @@ class DraftWorker:
                 self.min_chance.pop(request_id, None)
                 self.drafter.end(request_id)
 
-    def _budget(self, request_id: int, widths: tuple[int, ...]) -> Budget:
-        return Budget(request_id, widths[0], self.min_chance[request_id])
-
-    def _step(self, budgets: list[Budget]) -> None:
+    def _step(self, request_ids: Collection[int]) -> bool:
+        budgets = [
+            Budget(request_id, widths[0], self.min_chance[request_id])
+            for request_id, widths in self.leave.items()
+            if widths and request_id in request_ids
+        ]
+        if not budgets:
+            return False
         for budget in budgets:
             self.leave[budget.request_id] = self.leave[budget.request_id][1:]
         self._set_threads(self.begun[budgets[0].request_id].schedule)
@@ -90,6 +90,7 @@ class DraftWorker:
             if not proposal.token_ids:
                 self.leave[request_id] = ()  # it cannot grow before the next correction
             self._publish(replace(proposal, incarnation=self.begun[request_id].incarnation))
+        return True
 
     def _proposals(self, budgets: list[Budget]) -> list[Proposal]:
         try:

@@ -59,6 +59,10 @@ class Driver:
         """Takes a drafter's proposal."""
         self.post(lambda now: m.Proposed(proposal, now))
 
+    def report_start(self, worker: str) -> None:
+        """A drafter that was started is there."""
+        self.post(lambda now: m.WorkerStarted(worker, now))
+
     def report_death(self, worker: str, error: BaseException) -> None:
         """A drafter died of `error`."""
         self.post(lambda now: m.WorkerDied(worker, now, repr(error)[:200]))
@@ -107,6 +111,7 @@ class Driver:
         self._restart_due()
         if not self._closed:
             self._perform(self.coordinator.handle(m.TargetReady(self._clock())))
+        self._draft()
 
     def _arrived(self) -> list[m.Event]:
         """Everything in the inbox; sleeps while there is nothing to do."""
@@ -129,6 +134,7 @@ class Driver:
         for effect in effects:
             match effect:
                 case m.Verify(windows):
+                    self._draft()
                     verified = [*self._verify(windows)]
                     for event in (*self._arrived(), *verified):  # what was proposed meanwhile may be a hit
                         self._perform(self.coordinator.handle(event))
@@ -150,6 +156,11 @@ class Driver:
                 case m.Wait(until):
                     self._sleep_until = until
 
+    def _draft(self) -> None:
+        """Drafts of requests that do not overlap with the target."""
+        for transport in self.transports.values():
+            transport.work()
+
     def _verify(self, windows: Sequence[m.Window]) -> Iterator[m.Event]:
         try:
             verdicts = self._target.verify(windows)
@@ -170,15 +181,19 @@ class Driver:
         due = [(at, worker) for at, worker in self._restarts if at <= self._clock()]
         for entry in due:
             self._restarts.remove(entry)
-            self._perform(self.coordinator.handle(self._restart(entry[1])))
+            if (event := self._restart(entry[1])) is not None:
+                self._perform(self.coordinator.handle(event))
 
-    def _restart(self, worker: str) -> m.Event:
+    def _restart(self, worker: str) -> m.Event | None:
+        """What is known of it at once: nothing of a drafter that is not there yet."""
         try:
             if worker == m.TARGET:
                 self._target = self._make_target()
             else:
                 self.transports[worker].close()
                 self.transports[worker] = self._make_transports[worker](self)
+                if not self.transports[worker].ready:
+                    return None
         except Exception as error:
             log.exception("%s could not be started again", worker)
             return m.WorkerDied(worker, self._clock(), repr(error)[:200])

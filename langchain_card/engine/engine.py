@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import itertools
 import threading
 import time
@@ -22,24 +21,17 @@ from langchain_card.core.messages import Draining, Event, Paused, Stopped
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.detokenizer import Detokenizer
-from langchain_card.drafters.model import ModelDrafter
-from langchain_card.drafters.ngram import NgramDrafter
-from langchain_card.engine.draft_worker import DraftWorker
+from langchain_card.engine.drafts import SCRATCH, needs_process, transport_makers
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
-from langchain_card.ports import Drafter, Transport
-from langchain_card.runtime.files import Progress
+from langchain_card.runtime.budget import check_budget
+from langchain_card.runtime.files import Progress, Silent
 from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model, resolve
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, use_threads
-from langchain_card.transports.inline import InlineTransport
-from langchain_card.transports.thread import ThreadTransport
-
-DRAFT_SCRATCH = 64
-"""Unverified nodes that the draft holds KV for."""
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -49,7 +41,7 @@ class Engine:
 
     Args:
         config: which weights run where; the built-in pair by default.
-        progress: told about downloads and conversions.
+        progress: told about downloads, conversions and a draft process that starts.
         pair: models already resolved, in place of those that `config` names.
     """
 
@@ -62,43 +54,58 @@ class Engine:
         self._ids = itertools.count()
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = self._draining = False
-        self._specs = [spec for spec in (self._pair.target, self._pair.draft) if spec is not None]
-        models = _acquire_all(self._specs)
-        try:
-            self._driver, self.devices = self._build(models)
-        except BaseException:
-            for spec in self._specs:
-                release_model(spec)
-            raise
+        limits = self.config.limits
+        check_budget(self._pair, limits.max_num_seqs, limits.max_window, SCRATCH)
+        with contextlib.ExitStack() as held:  # all of it, or nothing
+            self._driver = self._build(held, progress or Silent())
+            self._held = held.pop_all()
         self._thread = threading.Thread(target=self._driver.run, name="card-target", daemon=True)
         self._thread.start()
         _open_engines.add(self)
 
-    def _build(self, models: list[Any]) -> tuple[Driver, dict[str, str]]:
+    def _build(self, held: contextlib.ExitStack, progress: Progress) -> Driver:
+        """Loads what is loaded here, and starts all workers; `held` frees it again."""
         pair, limits = self._pair, self.config.limits
+        apart = needs_process(self.config, pair)
+        model = _hold(pair.target, held)
+        draft = None if pair.draft is None or apart else _hold(pair.draft, held)
         threads = ThreadPlan(
             target_on_cpu=pair.target.device.type == "cpu",
             draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
         )
-        makers: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter} if self.config.has_ngram else {}
-        if pair.draft is not None:
-            max_len = min(pair.max_len, models[1].config.get_text_config().max_position_embeddings)
-            runner = ModelRunner(models[1], max_len=max_len, num_scratch=DRAFT_SCRATCH)
-            makers["model"] = lambda: ModelDrafter(runner, vocab_size=pair.vocab_size)
+        strict = self.config.exact == "strict"
+        target = ModelRunner(
+            model,
+            max_len=pair.max_len,
+            num_scratch=limits.max_window,
+            num_seqs=limits.max_num_seqs,
+            execution=self.config.execution_on(pair.target.device.type),
+            width=limits.max_window if strict else None,
+        )
 
         def make_target() -> TargetWorker:
-            runner = ModelRunner(models[0], max_len=pair.max_len, num_scratch=limits.max_window)
-            return TargetWorker(runner, lambda schedule: use_threads(threads.target(schedule)))
+            target.pool.forget()
+            set_threads = lambda schedule: use_threads(threads.target(schedule))  # noqa: E731
+            return TargetWorker(target, set_threads, limits.max_step_rows, in_place=strict)
 
+        makers = transport_makers(self.config, pair, threads, draft)
         shared = pair.draft is None or pair.draft.device == pair.target.device
         sources = [Source(name, paced=name == "model") for name in makers]
         policy = Controller(shared_device=shared, limits=limits, pins=self.config.pins)
-        coordinator = Coordinator(sources, limits, policy, pair.vocab_size)
-        transports = {name: functools.partial(_transport, make, threads=threads) for name, make in makers.items()}
-        devices = {"target": str(models[0].device)}
-        if pair.draft is not None:
-            devices["draft"] = str(models[1].device)
-        return Driver(coordinator, make_target, transports), devices
+        core = Coordinator(sources, limits, policy, pair.vocab_size, chains=strict)
+        driver = Driver(core, make_target, makers)
+        held.callback(_close_transports, driver)
+        if apart:
+            progress.update(f"load {self.config.draft_model} in a process of its own", 0, 0)
+        for transport in driver.transports.values():
+            transport.wait_ready()
+        return driver
+
+    @property
+    def devices(self) -> dict[str, str]:
+        """Where target and draft run."""
+        models = {"target": self._pair.target, "draft": self._pair.draft}
+        return {name: ",".join(map(str, spec.devices)) for name, spec in models.items() if spec is not None}
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -202,11 +209,8 @@ class Engine:
             self._closed = True
         self._driver.close()
         self._thread.join()
-        for transport in self._driver.transports.values():
-            transport.close()
         del self._driver
-        for spec in self._specs:
-            release_model(spec)
+        self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -215,32 +219,16 @@ class Engine:
         self.close()
 
 
-def _transport(make: Callable[[], Drafter], driver: Driver, *, threads: ThreadPlan) -> Transport:
-    """A fresh drafter behind the transport that suits it: what costs device time gets a thread of its own."""
-    drafter = make()
-    worker = DraftWorker(
-        drafter,
-        driver.publish,
-        functools.partial(driver.report_out_of_memory, drafter.name),
-        (lambda schedule: use_threads(threads.draft(schedule))) if drafter.paced else lambda _: None,
-    )
-
-    on_death = functools.partial(driver.report_death, drafter.name)
-    if drafter.paced:
-        return ThreadTransport(worker, name=f"card-{drafter.name}", on_death=on_death)
-    return InlineTransport(worker, on_death=on_death)
+def _hold(spec: ModelSpec, held: contextlib.ExitStack) -> Any:
+    """The model of a spec, until `held` is closed."""
+    model = acquire_model(spec)
+    held.callback(release_model, spec)
+    return model
 
 
-def _acquire_all(specs: Sequence[ModelSpec]) -> list[Any]:
-    """All models, or none: what was loaded before one failed is given back."""
-    models: list[Any] = []
-    try:
-        models.extend(acquire_model(spec) for spec in specs)
-    except BaseException:
-        for spec in specs[: len(models)]:
-            release_model(spec)
-        raise
-    return models
+def _close_transports(driver: Driver) -> None:
+    for transport in driver.transports.values():
+        transport.close()
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

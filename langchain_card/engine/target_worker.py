@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from langchain_card.core.messages import ROOT, Begin, Verdict, Window
+import torch
+from torch import Tensor
+
+from langchain_card.core.messages import ROOT, Begin, TokenLogprob, Verdict, Window
 from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import Sampler, token_logprobs
 
@@ -15,80 +20,150 @@ from langchain_card.runtime.sampling import Sampler, token_logprobs
 @dataclass(slots=True)
 class _Sequence:
     begin: Begin
-    cache: KVCache | None  # opened with the first window
+    cache: KVCache
     sampler: Sampler
-    window: Window | None = None
+    cached: int  # tokens known from an earlier sequence; 0 once that was said
+    verified: Window | None = None  # its rows lie in slots that are not committed
+
+    def advance(self, window: Window, *, in_place: bool) -> None:
+        """Keeps what was committed since the last window.
+
+        A window that failed for want of memory comes again: what was done for it already is not done twice.
+        """
+        if self.verified is not None:
+            kept = [self.verified.token_ids[row] for row in window.kept_rows]
+            first = self.first_slot(self.verified, in_place=in_place)
+            self.cache.keep([first + row for row in window.kept_rows], kept)
+            self.sampler.commit([*kept[1:], window.token_ids[0]])
+            self.verified = None
+        assert self.sampler.length == window.start_position + 1, "the history is not that of the window"
+
+    def first_slot(self, window: Window, *, in_place: bool) -> int:
+        """Slot of a window's first row; the others follow."""
+        return self.cache.pool.num_scratch + window.start_position if in_place else 0
+
+    def unread(self, window: Window) -> Sequence[int]:
+        """What of the text before the window has no KV yet."""
+        if self.cache.length == window.start_position:
+            return ()
+        return (*self.begin.request.prompt_ids, *self.begin.output_ids)[self.cache.length : window.start_position]
+
+
+_Due: TypeAlias = tuple[_Sequence, Window]
 
 
 class TargetWorker:
     """Runs the target model.
 
+    A pass takes the windows of all sequences that are read, and of the texts that are not as much as the row budget
+    leaves, oldest first. A window is verified in the pass that reads the last of the text before it.
+
     Args:
         runner: of the target; its scratch slots bound the rows of a window.
-        set_threads: called with the request's schedule before its steps.
+        set_threads: called with the schedule of each pass before it.
+        max_rows: rows of one pass; windows that come together leave a row for each text that is read.
+        in_place: windows are chains, and their rows lie in their positions from the first, as those of a text.
     """
 
-    def __init__(self, runner: ModelRunner, set_threads: Callable[[str], None]) -> None:
+    def __init__(
+        self, runner: ModelRunner, set_threads: Callable[[str], None], max_rows: int, *, in_place: bool = False
+    ) -> None:
         self._runner = runner
         self._set_threads = set_threads
+        self._max_rows, self._in_place = max_rows, in_place
+        self._begun: dict[int, Begin] = {}  # no window yet
         self._sequences: dict[int, _Sequence] = {}
+        self._windows: dict[int, Window] = {}  # not verified yet
 
     def begin(self, begin: Begin) -> None:
-        """Opens a sequence; its text is read with the first window."""
-        sampler = Sampler(begin.request.params, begin.request.prompt_ids)
-        self._sequences[begin.request.request_id] = _Sequence(begin, None, sampler)
+        """A sequence starts; memory is taken and its text read from the first window on."""
+        self._begun[begin.request_id] = begin
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
-        self._sequences.pop(request_id, None)
+        self._begun.pop(request_id, None)
+        self._windows.pop(request_id, None)
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._runner.close(sequence.cache)
 
-    def verify(self, windows: Sequence[Window]) -> list[Verdict]:
-        """The target's own token after every row of every window."""
-        return [self._verify(window, self._sequences[window.request_id]) for window in windows]
+    def verify(self, windows: Iterable[Window]) -> list[Verdict]:
+        """One pass: the target's own token after every row of every window whose text is read by now."""
+        self._windows.update((window.request_id, window) for window in windows)
+        try:
+            return self._verify()
+        except BaseException:
+            self._windows.clear()  # they come again
+            raise
 
-    def _verify(self, window: Window, sequence: _Sequence) -> Verdict:
-        self._set_threads(sequence.begin.schedule)
-        cache = self._advance(window, sequence)
-        paths = row_paths(window.parents)
+    def _verify(self) -> list[Verdict]:
+        for request_id in [request_id for request_id in self._windows if request_id in self._begun]:
+            self._sequences[request_id] = self._open(self._begun[request_id])
+            del self._begun[request_id]
+        due = [(self._sequences[request_id], window) for request_id, window in self._windows.items()]
+        for sequence, window in due:
+            sequence.advance(window, in_place=self._in_place)
+        texts, verified = self._share_out(due)
+        self._set_threads(min(sequence.begin.schedule for sequence, _ in due))  # "parallel" where any is
         started = time.perf_counter()
-        logits = self._runner.step(cache, window.token_ids, paths)
-        scores = sequence.sampler.scores(logits, path_tokens(window.token_ids, paths))
-        target_ids = tuple(scores.argmax(dim=-1).tolist())
+        logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
+        target_ids, logprobs = _choose(verified, logits)
+        read = sum(len(rows.token_ids) for rows in texts)
+        per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
+        verdicts = []
+        for (sequence, window), own_ids, own_logprobs in zip(verified, target_ids, logprobs, strict=True):
+            elapsed, cached = per_row * len(own_ids), sequence.cached
+            ids = (window.request_id, window.step_id)
+            verdicts.append(Verdict(*ids, own_ids, elapsed, own_logprobs, read=read, cached=cached))
+            sequence.verified, sequence.cached = window, 0
+            del self._windows[window.request_id]
+        return verdicts
+
+    def _open(self, begin: Begin) -> _Sequence:
+        text = (*begin.request.prompt_ids, *begin.output_ids)
+        sampler = Sampler(begin.request.params, begin.request.prompt_ids)
+        sampler.commit(begin.output_ids)
+        cache = self._runner.open(text[:-1])
+        return _Sequence(begin, cache, sampler, cached=cache.length)
+
+    def _rows(self, sequence: _Sequence, window: Window) -> Rows:
+        first = sequence.first_slot(window, in_place=self._in_place)
+        paths = [tuple(first + row for row in path) for path in row_paths(window.parents)]
+        return Rows(sequence.cache, window.token_ids, window.start_position, paths)
+
+    def _share_out(self, due: Sequence[_Due]) -> tuple[list[Rows], list[_Due]]:
+        """What this pass reads, and which windows it verifies."""
+        verified = [(sequence, window) for sequence, window in due if not sequence.unread(window)]
+        left = self._max_rows - sum(len(window.token_ids) for _, window in verified)
+        texts: list[Rows] = []
+        for sequence, window in due:
+            unread = sequence.unread(window)
+            if not unread or left <= 0:
+                continue
+            texts.append(Rows(sequence.cache, unread[:left], sequence.cache.length))
+            left -= len(texts[-1].token_ids)
+            if len(texts[-1].token_ids) == len(unread) and len(window.token_ids) <= left:
+                verified.append((sequence, window))
+                left -= len(window.token_ids)
+        return texts, verified
+
+
+def _choose(verified: Sequence[_Due], logits: Tensor) -> tuple[list[tuple[int, ...]], list[tuple[TokenLogprob, ...]]]:
+    """The target's token for every row of every window, read from the device at once; and what `logprobs` asks for."""
+    sizes = [len(window.token_ids) for _, window in verified]
+    by_window = torch.split(logits, sizes)
+    chosen = [
+        sequence.sampler.scores(own, path_tokens(window.token_ids, row_paths(window.parents))).argmax(dim=-1)
+        for (sequence, window), own in zip(verified, by_window, strict=True)
+    ]
+    flat = torch.cat(chosen).tolist() if chosen else []
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    target_ids = [tuple(flat[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    logprobs = []
+    for (sequence, _), own, ids in zip(verified, by_window, target_ids, strict=True):
         count = sequence.begin.request.params.logprobs
-        logprobs = () if count is None else token_logprobs(logits, target_ids, count)
-        elapsed = time.perf_counter() - started
-        return Verdict(window.request_id, window.step_id, target_ids, elapsed, logprobs)
-
-    def _advance(self, window: Window, sequence: _Sequence) -> KVCache:
-        """Keeps what was committed since the last window, or reads the text so far.
-
-        A window that failed for want of memory comes again: what was done for it already is not done twice.
-        """
-        last = sequence.window
-        if last is None:
-            sequence.cache = None  # what an attempt that failed had taken is free before this one takes as much
-            sequence.cache = self._read(sequence)
-        cache = sequence.cache
-        assert cache is not None, "a sequence that was read has its cache"
-        if last is not None and cache.length < window.start_position:
-            cache.keep(window.kept_rows)  # the scratch slot of a row is its index in its window
-            accepted = [last.token_ids[row] for row in window.kept_rows[1:]]
-            sequence.sampler.commit([*accepted, window.token_ids[0]])
-        sequence.window = window
-        assert cache.length == window.start_position, "the window was cut for another prefix"
-        assert sequence.sampler.length == window.start_position + 1, "the history is not that of the window"
-        return cache
-
-    def _read(self, sequence: _Sequence) -> KVCache:
-        """Reads all but the last token: the prompt at once; an answer that goes on row by row, as it was written."""
-        request, output_ids = sequence.begin.request, sequence.begin.output_ids
-        sequence.sampler = Sampler(request.params, request.prompt_ids)
-        sequence.sampler.commit(output_ids)
-        cache = self._runner.open()
-        self._runner.prefill(cache, request.prompt_ids[:-1])
-        for _ in self._runner.follow(cache, (request.prompt_ids[-1], *output_ids)[: len(output_ids)]):
-            pass
-        return cache
+        logprobs.append(() if count is None else token_logprobs(own, ids, count))
+    return target_ids, logprobs
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
@@ -101,4 +176,7 @@ def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 def path_tokens(token_ids: Sequence[int], paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """For each row the tokens on its path, without the first of the window, which is committed."""
-    return [tuple(token_ids[row] for row in path[1:]) for path in paths]
+    found: list[tuple[int, ...]] = []
+    for path in paths:
+        found.append((*found[path[-2]], token_ids[path[-1]]) if len(path) > 1 else ())
+    return found

@@ -1,76 +1,159 @@
-"""The KV cache of one sequence: scratch slots for unverified rows first, then one slot per committed position.
+"""Keys and values of all sequences of one model, reserved at once: static slots, no paging.
+
+Every sequence has a stretch of slots, scratch slots for unverified rows first, then one slot per position:
 
 ```
-slot   0 .. num_scratch-1 | num_scratch .. num_scratch+length-1 | .. tail ..
-       rows not yet kept  | committed positions 0 .. length-1   | the path being attended to
+slot   0 .. num_scratch-1 | num_scratch .. num_scratch+length-1 | ..
+       rows not yet kept  | committed positions 0 .. length-1   | room for more
 ```
 
-A row is written once, into its scratch slot, and stays there until it is kept or freed. To attend, its path (the
-unverified rows from the last committed position down to it) is laid out in the tail, so that keys always lie in order
-of absolute position. Keeping rows copies them into committed positions; rejecting them costs nothing.
+A row is written once, into its scratch slot, and stays there until it is kept or freed. Its path (the unverified rows
+from the last committed position down to it) is a list of slots. Keeping rows copies them into committed positions;
+rejecting them costs nothing.
+
+A sequence that is closed leaves its text behind. The next one takes over the longest prefix that it shares with any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-class KVCache:
-    """Keys and values of one sequence for all layers.
+class KVPool:
+    """Room for `num_seqs` sequences of one model.
+
+    Args:
+        devices: [layers] where each layer runs.
+        kv_heads, head_dim: of each layer.
+        max_len: positions per sequence.
+        num_scratch: unverified rows per sequence.
+        num_seqs: sequences open at once.
+        dtype: of keys and values.
 
     Attributes:
-        data: [layers, 2, kv_heads, num_scratch + max_len, head_dim]; index 1 is keys, then values.
-        length: committed positions.
-        num_scratch: number of scratch slots.
+        layers: [layers] keys and values [2, kv_heads, num_seqs * num_slots + 1, head_dim]; keys first.
+        num_slots: of one sequence.
+        trash: the last slot, which belongs to nobody.
     """
 
     def __init__(
         self,
         *,
-        layers: int,
+        devices: Sequence[torch.device],
         kv_heads: int,
         head_dim: int,
         max_len: int,
         num_scratch: int,
+        num_seqs: int = 1,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
-        # Zeros, not empty: masked slots are multiplied by zero, and zero times a stray NaN is NaN. Pages are lazy.
-        shape = (layers, 2, kv_heads, num_scratch + max_len, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.num_scratch = num_scratch
-        self.max_len = max_len
-        self.length = 0
+        self.num_scratch, self.max_len, self.num_seqs = num_scratch, max_len, num_seqs
+        self.num_slots, self.trash = num_scratch + max_len, num_seqs * (num_scratch + max_len)
+        shape = (2, kv_heads, self.trash + 1, head_dim)
+        self._blocks = {
+            device: _zeros((devices.count(device), *shape), dtype, device) for device in dict.fromkeys(devices)
+        }
+        rows = {device: iter(block) for device, block in self._blocks.items()}
+        self.layers: list[Tensor] = [next(rows[device]) for device in devices]
+        self._caches = [KVCache(self, index) for index in range(num_seqs)]
+        self._free = [*self._caches]  # longest unused first
 
-    def keep(self, slots: Sequence[int]) -> None:
-        """Makes scratch rows the next committed positions, in the order given."""
-        if slots:
-            start = self.num_scratch + self.length
-            index = torch.tensor(slots, device=self.data.device)
-            self.data[:, :, :, start : start + len(slots)] = self.data.index_select(3, index)
-            self.length += len(slots)
+    @property
+    def num_free(self) -> int:
+        """Sequences that may still be opened."""
+        return len(self._free)
+
+    def by_sequence(self, layer: int) -> Tensor:
+        """A layer's keys and values, [2, num_seqs, kv_heads, num_slots, head_dim]."""
+        kv = self.layers[layer][:, :, : self.trash]
+        return kv.view(2, -1, self.num_seqs, self.num_slots, kv.shape[-1]).transpose(1, 2)
+
+    def open(self, token_ids: Sequence[int] = ()) -> KVCache:
+        """Room for a text; what is known of its beginning from any other text is committed already.
+
+        A free sequence that is all prefix is continued where it lies; from others, which may be asked for again, the
+        prefix is copied to the place that was unused longest.
+        """
+        assert self._free, "more sequences are open than there is room for"
+        donor, shared = max(
+            ((cache, common_prefix(cache.token_ids, token_ids)) for cache in self._caches), key=lambda found: found[1]
+        )
+        cache = donor if donor in self._free and shared == donor.length else self._free[0]
+        self._free.remove(cache)
+        if cache is not donor and shared:
+            here, there = cache.first_position, donor.first_position
+            for block in self._blocks.values():
+                block[:, :, :, here : here + shared] = block[:, :, :, there : there + shared]
+        cache.token_ids = list(token_ids[:shared])
+        return cache
+
+    def close(self, cache: KVCache) -> None:
+        """Gives a sequence's room back; its committed positions may serve a later text."""
+        self._free.append(cache)
+
+    def forget(self) -> None:
+        """Closes all sequences and forgets their texts."""
+        for cache in self._caches:
+            cache.token_ids = []
+        self._free = [*self._caches]
+
+    def copy(self, sources: Sequence[int], start: int) -> None:
+        """Copies slots to consecutive ones, in all layers."""
+        for device, block in self._blocks.items():
+            index = torch.tensor(sources, device=device)
+            block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Rows of one step that lie on one path and read the same number of keys.
+class KVCache:
+    """One sequence's stretch of a pool.
 
     Attributes:
-        rows: indices of the rows in the step.
-        tail_start: absolute slot where `tail_slots` are laid out; None when the tail already holds the path.
-        tail_slots: [n] scratch slots to copy there.
-        mask: [rows, 1, 1, keys], 0 where a key is visible and -inf elsewhere.
-        sliding_mask: the same for layers with a sliding window; None where the model has none.
-        keys: number of keys read: a function of the position alone, so that a row's arithmetic never changes.
+        pool: of which it is a part.
+        index: its number there.
+        base: its first slot there.
+        token_ids: of the committed positions.
     """
 
-    rows: Tensor
-    tail_start: int | None
-    tail_slots: Tensor
-    mask: Tensor
-    sliding_mask: Tensor | None
-    keys: int
+    def __init__(self, pool: KVPool, index: int) -> None:
+        self.pool, self.index, self.base = pool, index, index * pool.num_slots
+        self.token_ids: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+        return len(self.token_ids)
+
+    @property
+    def first_position(self) -> int:
+        """Slot of position 0 in the pool."""
+        return self.base + self.pool.num_scratch
+
+    def keep(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Makes the rows in these slots, and their tokens, the next committed positions, in the order given."""
+        here = self.pool.num_scratch + self.length
+        if any(slot != here + i for i, slot in enumerate(slots)):  # else they lie in their places
+            self.pool.copy([self.base + slot for slot in slots], self.base + here)
+        self.token_ids += token_ids
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because masked slots are multiplied by zero, and zero times a stray NaN is NaN.
+
+    On a CPU the pages are the system's own zeros, which take memory when they are first written to.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    for i, (x, y) in enumerate(zip(a, b)):  # noqa: B905
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langchain_card.config import NGRAM, EngineConfig
-from langchain_card.errors import CorruptModelError, DeviceError, InvalidInputError, VocabularyMismatchError
+from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
+from langchain_card.runtime import draft_form
 from langchain_card.runtime.attention import ATTENTION_NAME
 from langchain_card.runtime.download import BUILTINS
+from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
 from langchain_card.runtime.files import Progress
-from langchain_card.runtime.int8 import Int8Linear, fuse_norm, kernel_name, split_by_layer
+from langchain_card.runtime.graphs import compile_layers
+from langchain_card.runtime.int8 import kernel_name
+from langchain_card.runtime.placement import capacity, place
+from langchain_card.runtime.quantization import find_quantizer
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.store import ModelStore
-from langchain_card.runtime.threads import num_cores, single_threaded, use_threads
+from langchain_card.runtime.threads import single_threaded
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_MAX_LEN = 8192
-_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class ModelSpec:
         form: of the weights on disk.
         device: a torch device.
         dtype: of activations and KV, and of weights in the float form.
+        quantization: JSON of a transformers quantization config for float weights; None to leave them as they are.
+        others: devices that hold layers beside `device`, which is the first.
+        compiled: whether its layers are compiled.
+        draft: whether it has the form of a draft (`draft_form`).
     """
 
     name: str
@@ -48,6 +53,20 @@ class ModelSpec:
     form: Literal["float", "int8"]
     device: torch.device
     dtype: torch.dtype
+    quantization: str | None = None
+    others: tuple[torch.device, ...] = ()
+    compiled: bool = False
+    draft: bool = False
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices that hold a part of it, in the order of its layers."""
+        return (self.device, *self.others)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in `dtype`."""
+        return int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +95,23 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
 
     Raises:
         DeviceError: a device is not there.
+        UnsupportedModelError: a model cannot be run exactly.
         VocabularyMismatchError: the tokenizers differ.
         CARDError: whatever the model store raises.
     """
-    device = find_device("device", config.device)
-    draft_device = device if not config.has_draft else _draft_device(config, device)
-    target = _spec(config, config.model, device, progress)
+    devices = find_devices("device", config.device)
+    draft_device = _draft_device(config, devices) if config.has_draft else devices[0]
+    target = _spec(config, "model", devices, progress)
     draft = None
     tokenizer = AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
-    model_config = _model_config(target)
-    vocab_size, max_len = model_config.vocab_size, model_config.max_position_embeddings
-    if config.has_draft and config.draft_model is not None:
-        draft = _spec(config, config.draft_model, draft_device, progress)
+    model_config = _text_config(target)
+    vocab_size, max_len = model_config.vocab_size, context_length(model_config)
+    if config.has_draft:
+        draft = _spec(config, "draft_model", [draft_device], progress)
+        if draft != target:
+            draft = replace(draft, draft=draft_form.changes(_text_config(draft), draft.form))
         _check_vocabulary(config, tokenizer, target, draft)
-        vocab_size = min(vocab_size, _model_config(draft).vocab_size)
+        vocab_size = min(vocab_size, _text_config(draft).vocab_size)
     wanted = config.max_model_len or min(max_len, DEFAULT_MAX_LEN)
     if wanted > max_len:
         raise InvalidInputError("max_model_len", wanted, f"{config.model} was trained for {max_len:,} positions")
@@ -99,7 +121,7 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
 def find_device(name: str, asked: str) -> torch.device:
     """The device that `asked` means here; `"auto"` is CUDA when there is one, else the CPU."""
     if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(asked)
     except RuntimeError as error:
@@ -109,19 +131,28 @@ def find_device(name: str, asked: str) -> torch.device:
         raise DeviceError(name, asked, f"this machine has {count} CUDA devices", 'use "auto" or "cpu"')
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(name, asked, "only CPU and CUDA devices are supported", 'use "auto" or "cpu"')
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device  # equal when they are one
 
 
-def _draft_device(config: EngineConfig, target: torch.device) -> torch.device:
+def find_devices(name: str, asked: str) -> list[torch.device]:
+    """The device, or the CUDA devices between commas, that `asked` means here."""
+    devices = [find_device(name, part.strip()) for part in asked.split(",")]
+    if len(devices) > 1 and (len(set(devices)) < len(devices) or any(device.type != "cuda" for device in devices)):
+        raise DeviceError(name, asked, "layers spread over CUDA devices that are all different", 'use "cuda:0,cuda:1"')
+    return devices
+
+
+def _draft_device(config: EngineConfig, target: Sequence[torch.device]) -> torch.device:
     if config.draft_device != "auto":
         return find_device("draft_device", config.draft_device)
-    if target.type == "cuda" and torch.cuda.device_count() > 1:
-        return torch.device("cuda", 1 if (target.index or 0) == 0 else 0)
-    return target
+    if target[0].type == "cuda":
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        return next((device for device in devices if device not in target), target[-1])
+    return target[0]
 
 
-def _spec(config: EngineConfig, name: str, device: torch.device, progress: Progress | None) -> ModelSpec:
-    quantization = config.quantization
+def _spec(config: EngineConfig, field: str, devices: Sequence[torch.device], progress: Progress | None) -> ModelSpec:
+    name, quantization, device = getattr(config, field), config.quantization, devices[0]
     if quantization == "auto":
         quantization = "int8" if name in BUILTINS and _int8_runs(config, device) else None
     elif quantization == "int8" and not _int8_runs(config, device):
@@ -132,19 +163,24 @@ def _spec(config: EngineConfig, name: str, device: torch.device, progress: Progr
     else:
         dtype = _DTYPES[config.dtype]
     form: Literal["float", "int8"] = "int8" if quantization == "int8" else "float"
-    return ModelSpec(name, ModelStore().prepare(name, form, progress), form, device, dtype)
+    passed = quantization if quantization != form else None
+    folder, compiled = (
+        ModelStore().prepare(name, form, progress),
+        config.execution == "compiled" and device.type == "cuda",
+    )
+    spec = ModelSpec(name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled)
+    check_family(name, spec.folder, field)
+    if form == "float":
+        find_quantizer(read_config(spec.folder), passed, device)
+    return spec
 
 
 def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cpu" and config.dtype in ("auto", "float32") and kernel_name() is not None
 
 
-def _model_config(spec: ModelSpec) -> Any:
-    config = AutoConfig.from_pretrained(spec.folder, local_files_only=True).get_text_config()
-    if getattr(config, "use_bidirectional_attention", False):
-        limit = "its tokens attend to later ones, so it cannot decode token by token"
-        raise InvalidInputError("model", spec.name, limit, "use a causal language model")
-    return config
+def _text_config(spec: ModelSpec) -> Any:
+    return read_config(spec.folder).get_text_config()
 
 
 def _check_vocabulary(config: EngineConfig, tokenizer: Any, target: ModelSpec, draft: ModelSpec) -> None:
@@ -167,7 +203,7 @@ def _eos_ids(target: ModelSpec, tokenizer: Any) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     ids: list[int] = []
-    found = [tokenizer.eos_token_id, _model_config(target).eos_token_id]
+    found = [tokenizer.eos_token_id, _text_config(target).eos_token_id]
     if (target.folder / "generation_config.json").exists():
         found.append(GenerationConfig.from_pretrained(target.folder, local_files_only=True).eos_token_id)
     for value in found:
@@ -175,13 +211,7 @@ def _eos_ids(target: ModelSpec, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _collect(model: Any) -> None:
-    """Modules refer to themselves in cycles; without this the memory would be freed much later."""
-    del model
-    gc.collect()
-
-
-_models: Registry[Any] = Registry(close=_collect)
+_models: Registry[Any] = Registry(close=lambda model: None)
 
 
 def acquire_model(spec: ModelSpec) -> Any:
@@ -192,6 +222,15 @@ def acquire_model(spec: ModelSpec) -> Any:
 def release_model(spec: ModelSpec) -> None:
     """Gives one use of a model back; the last one frees the weights."""
     _models.release(spec)
+    if spec not in _models:
+        gc.collect()  # modules refer to themselves in cycles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what torch keeps counts as taken
+
+
+def is_loaded(spec: ModelSpec) -> bool:
+    """Whether somebody in the process holds the model of a spec."""
+    return spec in _models
 
 
 def num_loaded_models() -> int:
@@ -203,76 +242,45 @@ def load_model(spec: ModelSpec) -> Any:
     """A causal LM of transformers in evaluation mode, with our attention."""
     with single_threaded():
         model = _load_int8(spec) if spec.form == "int8" else _load_float(spec)
+    if spec.compiled:
+        compile_layers(model)
+    if spec.draft:
+        draft_form.make_draft(model, spec.form)
     return model.requires_grad_(False).eval()
 
 
+def device_map(spec: ModelSpec) -> dict[str, torch.device]:
+    """Where each part of a model goes, by its name; see `placement.place`."""
+    if not spec.others:
+        return {"": spec.device}
+    return place(empty_model(read_config(spec.folder)), spec.devices, [capacity(device) for device in spec.devices])
+
+
 def _load_float(spec: ModelSpec) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
-        spec.folder,
-        dtype=spec.dtype,
-        attn_implementation=ATTENTION_NAME,
-        local_files_only=True,
-        use_safetensors=True,
-    )
+    quantizer = find_quantizer(read_config(spec.folder), spec.quantization, spec.device)
+    passed = {"quantization_config": quantizer.quantization_config} if quantizer and not quantizer.pre_quantized else {}
     try:
-        return model.to(spec.device)
+        return AutoModelForCausalLM.from_pretrained(
+            spec.folder,
+            dtype=spec.dtype,
+            device_map=device_map(spec),
+            attn_implementation=ATTENTION_NAME,
+            # Grouped matrix products of experts know no float64.
+            experts_implementation="eager" if spec.dtype == torch.float64 else None,
+            local_files_only=True,
+            use_safetensors=True,
+            **passed,
+        )
     except torch.OutOfMemoryError as error:
         raise DeviceError("device", str(spec.device), f"{spec.name} does not fit", "use a smaller model") from error
 
 
 def _load_int8(spec: ModelSpec) -> Any:
-    config = AutoConfig.from_pretrained(spec.folder, local_files_only=True)
+    from langchain_card.runtime.int8_weights import read_int8  # with a compiler, which nothing else needs
+
+    config = read_config(spec.folder)
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
     with empty:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
-    with safe_open(spec.folder / "model.safetensors", framework="pt") as weights:
-        names = set(weights.keys())
-        stacks = _stacks([name for name, _ in model.named_modules() if f"{name}.weight_int8" in names])
-        # Packing for the kernel is most of the time, and runs on one core.
-        with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
-            packed = pool.map(lambda stack: _int8_layers(weights, stack, names), stacks)
-            for stack, layers in zip(stacks, packed, strict=True):
-                for name, layer in zip(stack, layers, strict=True):
-                    model.set_submodule(name, layer)
-        for name, module in list(model.named_modules()):
-            _fill(module, name, weights, names, spec.dtype)
-            if (fused := fuse_norm(module)) is not None:
-                model.set_submodule(name, fused)
+    read_int8(model, spec.folder / "model.safetensors", spec.dtype)
     return model
-
-
-def _stacks(names: list[str]) -> list[tuple[str, ...]]:
-    """The layers, those that read the same input together."""
-    stacks = []
-    for name in names:
-        parent, _, own = name.rpartition(".")
-        group = next((group for group in _SAME_INPUT if own in group), (own,))
-        members = tuple(f"{parent}.{member}" if parent else member for member in group)
-        stack = members if all(member in names for member in members) else (name,)
-        if name == stack[0]:
-            stacks.append(stack)
-    return stacks
-
-
-def _int8_layers(weights: Any, stack: tuple[str, ...], names: set[str]) -> Sequence[nn.Module]:
-    parts = [weights.get_tensor(f"{name}.weight_int8") for name in stack]
-    scale = torch.cat([weights.get_tensor(f"{name}.weight_scale") for name in stack])
-    biases = [weights.get_tensor(f"{name}.bias").float() for name in stack if f"{name}.bias" in names]
-    if len(biases) not in (0, len(stack)):
-        raise CorruptModelError("weights", stack, "some of these layers have a bias and some have none")
-    whole = Int8Linear(torch.cat(parts), scale, torch.cat(biases) if biases else None)
-    return [whole] if len(stack) == 1 else split_by_layer(whole, [len(part) for part in parts])
-
-
-def _fill(module: nn.Module, name: str, weights: Any, names: set[str], dtype: torch.dtype) -> None:
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        full = f"{name}.{key}" if name else key
-        if full not in names:
-            raise CorruptModelError(
-                "weights", full, "is missing from the int8 file", "remove the model and pull it again"
-            )
-        # A copy: a view would keep the whole file mapped, and counted as memory.
-        tensor: Tensor = weights.get_tensor(full).to(dtype, copy=True)
-        if tensor.shape != parameter.shape:
-            raise CorruptModelError("weights", full, f"has shape {list(tensor.shape)}, not {list(parameter.shape)}")
-        setattr(module, key, nn.Parameter(tensor, requires_grad=False))

@@ -47,5 +47,8 @@ class Registry(Generic[V]):
             value = self._values.pop(key)
         self._close(value)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._values
+
     def __len__(self) -> int:
         return len(self._values)

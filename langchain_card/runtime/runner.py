@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from langchain_card.runtime.attention import StepPlan, padded_keys, plan_rows
-from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.families import decoder_layers, kv_shape
+from langchain_card.runtime.graphs import GridSteps
+from langchain_card.runtime.kv_cache import KVCache, KVPool
+from langchain_card.runtime.rows import Rows
 
-PREFILL_CHUNK = 512
+TEXT_CHUNK = 512
+"""Tokens of a text that `prefill` reads in one step, at most."""
 
 
 class ModelRunner:
@@ -21,9 +24,26 @@ class ModelRunner:
         model: a causal LM of transformers whose attention implementation is "card".
         max_len: positions per sequence.
         num_scratch: unverified rows per sequence.
+        num_seqs: sequences open at once.
+        execution: of steps over fixed grids: "eager", "graphs" (captured on CUDA) or "compiled" (so are the layers);
+            None for "graphs" on CUDA, and on a CPU for steps over free rows.
+        width: rows of each sequence in every step, padded; None for as many as there are. It makes steps of all
+            schedules the same arithmetic, in any dtype (`exact="strict"`).
+
+    Attributes:
+        pool: the sequences' KV.
     """
 
-    def __init__(self, model: Any, *, max_len: int, num_scratch: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_len: int,
+        num_scratch: int,
+        num_seqs: int = 1,
+        execution: str | None = None,
+        width: int | None = None,
+    ) -> None:
         self.model = model
         self.max_len = max_len
         self.num_scratch = num_scratch
@@ -31,70 +51,96 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
-        self._kv_shape = {
-            "layers": config.num_hidden_layers,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        }
+        devices = [next(layer.parameters()).device for layer in decoder_layers(model)]
+        shape, in_grids = kv_shape(config), width is not None or execution is not None or self.device.type == "cuda"
+        self.pool = KVPool(
+            devices=devices,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            max_len=max_len,
+            num_scratch=num_scratch,
+            num_seqs=num_seqs,
+            dtype=self.dtype if in_grids else torch.promote_types(self.dtype, torch.float32),
+        )
+        self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._grids: GridSteps | None = None
+        if in_grids:
+            capture = execution != "eager" and self.device.type == "cuda" and len(set(devices)) == 1
+            self._grids = GridSteps(model, self.pool, window=self._sliding_window, capture=capture, width=width)
+        else:
+            from langchain_card.runtime import row_stable  # with a compiler, which grids do not need
+
+            row_stable.prepare(self.pool.layers[0].dtype)
+            self._row_stable = row_stable
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
 
-    def open(self) -> KVCache:
-        """KV for a new sequence, empty."""
-        return KVCache(
-            **self._kv_shape,
-            max_len=padded_keys(self.max_len - 1),
-            num_scratch=self.num_scratch,
-            dtype=self.dtype,
-            device=self.device,
-        )
+    def open(self, token_ids: Sequence[int] = ()) -> KVCache:
+        """KV for a new sequence; holds what is known of the beginning of `token_ids` already."""
+        return self.pool.open(token_ids)
 
-    @torch.inference_mode()
+    def close(self, cache: KVCache) -> None:
+        """Gives a sequence's room back."""
+        self.pool.close(cache)
+
     def prefill(self, cache: KVCache, token_ids: Sequence[int]) -> None:
         """Appends `token_ids` to the committed positions, in chunks; computes no logits."""
-        for start in range(0, len(token_ids), PREFILL_CHUNK):
-            chunk = token_ids[start : start + PREFILL_CHUNK]
-            first = cache.num_scratch + cache.length
-            slots = torch.arange(first, first + len(chunk), device=self.device)
-            self._forward(
-                self.model.get_decoder(), chunk, range(cache.length, cache.length + len(chunk)), StepPlan(cache, slots)
-            )
-            cache.length += len(chunk)
+        for start in range(0, len(token_ids), TEXT_CHUNK):
+            self.step([Rows(cache, token_ids[start : start + TEXT_CHUNK], cache.length)])
 
     def follow(self, cache: KVCache, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Appends `token_ids` row by row, as decoding would: the bits are those of one step for each.
+        """Appends `token_ids` some rows at a time.
 
         Yields:
             Logits after each of the next tokens, [rows, vocabulary].
         """
         for start in range(0, len(token_ids), self.num_scratch):
-            rows = token_ids[start : start + self.num_scratch]
-            yield self.step(cache, rows, [tuple(range(i + 1)) for i in range(len(rows))])
-            cache.keep(range(len(rows)))
+            own = token_ids[start : start + self.num_scratch]
+            yield self.step([Rows(cache, own, cache.length, [tuple(range(i + 1)) for i in range(len(own))])])
+            cache.keep(range(len(own)), own)
 
     @torch.inference_mode()
-    def step(self, cache: KVCache, token_ids: Sequence[int], paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """One forward pass over unverified rows.
+    def step(self, batch: Sequence[Rows]) -> Tensor:
+        """One forward pass over rows of any sequences; texts that are read are committed with it.
 
-        Args:
-            cache: the sequence's KV; its length is unchanged.
-            token_ids: one per row.
-            paths: per row, the scratch slots of its unverified ancestors from the first unverified position on, ending
-                with its own slot. A row's position is `cache.length + len(path) - 1`.
+        Where shapes are fixed, texts and windows are a pass each.
 
         Returns:
-            Logits [rows, vocabulary], in the model's dtype.
+            Logits [rows, vocabulary] of the rows wanted, in order and in the model's dtype.
         """
-        plan = plan_rows(cache, paths, self._sliding_window, self.dtype)
-        positions = [cache.length + len(path) - 1 for path in paths]
-        logits: Tensor = self._forward(self.model, token_ids, positions, plan).logits[0]
+        if self._stream is not None:  # of the calling thread, so that what it does with the logits is in order
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # what was kept since may be queued there
+            torch.cuda.set_stream(self._stream)
+        logits = self._any_rows(batch) if self._grids is None else self._in_grids(batch, self._grids)
+        for rows in batch:
+            if rows.paths is None:
+                rows.cache.token_ids += rows.token_ids
         return logits
 
-    def _forward(self, module: Any, token_ids: Sequence[int], positions: Sequence[int], plan: StepPlan) -> Any:
-        return module(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=torch.tensor([list(positions)], device=self.device),
-            attention_mask=self._no_mask,
-            use_cache=False,
-            step=plan,
-        )
+    def _in_grids(self, batch: Sequence[Rows], grids: GridSteps) -> Tensor:
+        found: dict[int, Tensor] = {}
+        for group in ([rows for rows in batch if rows.paths is None], [rows for rows in batch if rows.paths]):
+            if group:
+                logits = torch.split(grids.run(group), [len(rows.wanted) for rows in group])
+                found |= {id(rows): own for rows, own in zip(group, logits, strict=True)}
+        return torch.cat([found[id(rows)] for rows in batch]) if len(batch) > 1 else found[id(batch[0])]
+
+    def _any_rows(self, batch: Sequence[Rows]) -> Tensor:
+        wanted: list[int] = []
+        num_rows = 0
+        for rows in batch:
+            wanted += (num_rows + row for row in rows.wanted)
+            num_rows += len(rows.token_ids)
+        inputs = {
+            "input_ids": torch.tensor([[token for rows in batch for token in rows.token_ids]]),
+            "position_ids": torch.tensor([[position for rows in batch for position in rows.positions]]),
+            "attention_mask": self._no_mask,
+            "use_cache": False,
+            "step": self._row_stable.plan_step(batch),
+        }
+        if not wanted:
+            self.model.get_decoder()(**inputs)
+            return torch.empty(0, self.model.config.get_text_config().vocab_size)
+        keep = 0 if len(wanted) == num_rows else torch.tensor(wanted)
+        logits: Tensor = self.model(**inputs, logits_to_keep=keep).logits[0]
+        return logits

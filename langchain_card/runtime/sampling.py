@@ -38,6 +38,7 @@ class Sampler:
 
     Attributes:
         length: tokens of prompt and answer so far: the position of the next one.
+        idle: whether scores are the logits themselves.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
@@ -48,7 +49,7 @@ class Sampler:
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self._greedy = params.temperature == 0
-        self._idle = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
+        self.idle = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends tokens of the answer to the history of all rows."""
@@ -67,7 +68,7 @@ class Sampler:
         Returns:
             float64 [rows, vocabulary]; `logits` itself when there is nothing to do.
         """
-        if self._idle:
+        if self.idle:
             return logits
         params = self._params
         scores = logits.to(torch.float64, copy=True)
@@ -180,7 +181,10 @@ def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device
     key = _mix(_mix(start[0] * _STEP) + start[1] * _STEP)
     bits = _mix(key + torch.arange(1, vocab_size + 1, device=device) * _STEP)
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform))
+    noise = -torch.log(-torch.log(uniform))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # whoever takes it next may be on another stream
+    return noise
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ def fingerprint(world: World) -> int:
         tuple(name in core.workers for name in (m.TARGET, *world.drafts)),
         None if world.target is None else tuple(world.target.held.items()),
         None if world.windows is None else tuple(window.request_id for window in world.windows),
+        tuple(window.request_id for window in world.unread),
         world.waiting,
         tuple((verdict.request_id, _is_awaited(states, verdict)) for verdict in world.late),
         tuple(world.restarts),
@@ -62,6 +63,7 @@ def _request(state: RequestState) -> Any:
         state.paused,
         state.failures,
         tuple((name, _source(source, number)) for name, source in state.sources.items()),
+        tuple((p.source, *_proposal(p)) for p in state.heard if _is_known(p, state.sources.get(p.source))),
     )
 
 
@@ -73,6 +75,10 @@ def _source(source: SourceState, number: dict[int, int]) -> Any:
         source.credits,
         source.exhausted,
     )
+
+
+def _is_known(p: m.Proposal, source: SourceState | None) -> bool:
+    return source is not None and p.incarnation == source.incarnation
 
 
 def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
@@ -90,12 +96,16 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
         epoch = against(request_id, begun.incarnation, tree.epoch)
         trees.append((request_id, epoch, shape, len(tree.output_ids), leave))
     outbox = [
-        (p.request_id, relative, p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded)
+        (p.request_id, relative, *_proposal(p))
         for p in draft.outbox
         if (relative := against(p.request_id, p.incarnation, p.epoch)) is not None
     ]
     stale = len(draft.outbox) - len(outbox)
     return draft.alive, tuple(trees), tuple(map(_command, draft.inbox)), tuple(outbox), stale
+
+
+def _proposal(p: m.Proposal) -> Any:
+    return (p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded)
 
 
 def _command(command: Any) -> Any:

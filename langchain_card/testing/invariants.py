@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from langchain_card.core import messages as m
@@ -32,6 +33,7 @@ def check(world: World) -> None:
     assert running <= limits.max_num_seqs, "too many requests run"
     assert waiting <= limits.max_queue + limits.max_num_seqs, "too many requests wait"
     for state in (*scheduler.running.values(), *scheduler.waiting):
+        assert state.window is not None or not state.heard, "a proposal that nobody takes in"
         emitted = world.emitted[state.request.request_id]
         assert tuple(state.output_ids) == emitted, "what is committed is not what was emitted"
         _check_tree(world, state)
@@ -52,11 +54,24 @@ def _check_tree(world: World, state: RequestState) -> None:
     assert tree.lead() <= 2 * limits.max_lead, "candidates deeper than may be"
     for source in state.sources.values():
         assert source.credits <= limits.max_lead, "more leave than there may be lead"
+    check_prefixes(state, lambda prefix, source: world.model.candidates(prefix, world.numbers[source]))
+
+
+def check_prefixes(
+    state: RequestState, candidates: Callable[[tuple[int, ...], str], Sequence[tuple[int, float]]]
+) -> None:
+    """Raises AssertionError unless every candidate sits under a prefix from which its drafter proposes it.
+
+    Args:
+        state: of a request.
+        candidates: what a drafter says after a prefix, given its name.
+    """
+    tree = state.tree
     prefixes = {tree.root: (*state.request.prompt_ids, *state.output_ids)}
     for node in range(tree.root + 1, len(tree)):
         above = prefixes.get(tree.parents[node])
         if above is not None:
-            proposed = world.model.candidates(above, world.numbers[tree.sources[node]])
+            proposed = candidates(above, tree.sources[node])
             assert any(tree.tokens[node] == token for token, _ in proposed), "a candidate under a wrong prefix"
             prefixes[node] = (*above, tree.tokens[node])
 
@@ -66,7 +81,7 @@ def _check_slots(tree: DraftTree) -> None:
     for node in range(tree.root + 1, len(tree.tokens)):
         if tree.parents[node] in alive:
             alive.add(node)
-            if (slot := tree.slots[node]) is not None:
+            if (slot := tree.slots.get(node)) is not None:
                 used.append(slot)
     assert sorted(used) == list(range(tree.num_slots)), "a KV slot is lost or shared"
 

@@ -26,7 +26,8 @@ class Scope:
         may_fail: whether what goes wrong may end a request with an error.
         one_reader: a consumer that fell behind reads on only when nobody else's answer is still to come.
         faults: how often each fault may strike: "kill", "kill target", "out of memory", "target out of memory", "lose",
-            "repeat", "abort", "stop" (a stop string takes the last token back), "pause", "drain".
+            "repeat", "abort", "stop" (a stop string takes the last token back), "pause", "drain", "read on" (the target
+            reads a piece of a text and answers the other windows).
     """
 
     name: str

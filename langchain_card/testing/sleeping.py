@@ -86,6 +86,7 @@ class SleepingEngine:
         target_time, draft_time: seconds of a step by its number of rows.
         limits: bounds.
         policy: of the coordinator; the learning one by default.
+        transport: makes that of a drafter "toy" that lives elsewhere; `draft_time` is without effect then.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class SleepingEngine:
         draft_time: StepTime,
         limits: Limits | None = None,
         policy: Policy | None = None,
+        transport: Callable[[Driver], Transport] | None = None,
     ) -> None:
         limits = limits or Limits()
         policy = policy or Controller(shared_device=False, limits=limits)
@@ -106,8 +108,9 @@ class SleepingEngine:
         self.driver = Driver(
             Coordinator([Source("toy", paced=True)], limits, policy),
             lambda: SleepingTarget(model, target_time),
-            {"toy": functools.partial(self._transport, make_draft)},
+            {"toy": transport or functools.partial(self._transport, make_draft)},
         )
+        self.driver.transports["toy"].wait_ready()
         self._thread = threading.Thread(target=self.driver.run, name="card-target", daemon=True)
         self._thread.start()
 

@@ -40,6 +40,7 @@ class World:
         self.target: ToyTarget | None = ToyTarget(self.model)
         self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
         self.windows: tuple[m.Window, ...] | None = None
+        self.unread: tuple[m.Window, ...] = ()  # with the target, which has not read the text before them to its end
         self.waiting = False  # the target had nothing to do when it looked last, and nothing happened since
         self.late: list[m.Verdict] = []
         self.restarts: list[str] = []
@@ -114,6 +115,8 @@ class World:
             yield ("kill target",)
         if "target out of memory" in left and self.windows:
             yield ("target out of memory",)
+        if "read on" in left:
+            yield from (("read on", window.request_id) for window in self.windows or ())
         for name, draft in self.drafts.items():
             if "kill" in left and draft.alive:
                 yield ("kill", name)
@@ -156,7 +159,7 @@ class World:
         for effect in self.core.handle(event):
             match effect:
                 case m.Verify(windows):
-                    self.windows = windows
+                    self.windows, self.unread = (*self.unread, *windows), ()
                     for window in windows:
                         invariants.check_window(self, window)
                 case m.Emit(request_id, tokens):
@@ -176,6 +179,7 @@ class World:
                 case m.End(m.TARGET, request_id):
                     assert self.target is not None, "work for a dead target"
                     self.target.end(request_id)
+                    self.unread = tuple(window for window in self.unread if window.request_id != request_id)
                 case m.Begin() | m.Correct() | m.Grow() | m.End():
                     assert self.drafts[effect.worker].alive, "work for a dead drafter"
                     self.drafts[effect.worker].inbox.append(effect)
@@ -192,12 +196,17 @@ class World:
     def _timer(self) -> None:
         self.tell(m.TargetReady(FOREVER))
 
-    def _verify(self) -> None:
+    def _verify(self, *unread: int) -> None:
         assert self.target is not None and self.windows is not None
-        windows, self.windows = self.windows, None
-        held = self.target.held
-        for verdict in self.target.verify([window for window in windows if window.request_id in held]):
+        windows = [window for window in self.windows if window.request_id in self.target.held]
+        self.unread = tuple(window for window in windows if window.request_id in unread)
+        self.windows = None
+        for verdict in self.target.verify([window for window in windows if window not in self.unread]):
             self.tell(m.Verified(verdict, 0.0))
+
+    def _read_on(self, request_id: int) -> None:
+        """A pass that reads a piece of this request's text and verifies the others."""
+        self._verify(request_id)
 
     def _late_verdict(self) -> None:
         self.tell(m.Verified(self.late.pop(0), 0.0))
@@ -236,7 +245,7 @@ class World:
         if self.windows is not None:  # it may have answered just before
             held = self.target.held
             self.late += self.target.verify([window for window in self.windows if window.request_id in held])
-        self.target, self.windows = None, None
+        self.target, self.windows, self.unread = None, None, ()
         self.tell(m.WorkerDied(m.TARGET, 0.0))
 
     def _out_of_memory(self, name: str) -> None:

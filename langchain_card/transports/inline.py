@@ -1,4 +1,4 @@
-"""A drafter that works where its command is sent."""
+"""A drafter that works on the sender's thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 
+from langchain_card.core.messages import Grow
 from langchain_card.ports import DraftCommand, Worker
 
 log = logging.getLogger(__name__)
 
 
 class InlineTransport:
-    """Carries out each command at once, on the sender's thread.
+    """Applies each command at once, and takes steps when it is told to work.
 
     Args:
         worker: the drafter's worker.
@@ -22,18 +23,36 @@ class InlineTransport:
         dead: whether the worker raised.
     """
 
+    ready = True
+
     def __init__(self, worker: Worker, *, on_death: Callable[[BaseException], None]) -> None:
         self._worker = worker
         self._on_death = on_death
+        self._granted: set[int] = set()
         self.dead = False
         self._dying = threading.Lock()
 
+    def wait_ready(self) -> None:
+        """It is."""
+
     def send(self, command: DraftCommand) -> None:
-        """Applies the command and takes the steps that it grants."""
+        """Applies the command."""
         if self.dead:
             return
+        if isinstance(command, Grow):
+            self._granted.add(command.request_id)
         try:
-            self._worker.carry_out(command)
+            self._worker.handle(command)
+        except Exception as error:
+            self.fail(error)
+
+    def work(self) -> None:
+        """Takes the steps that were granted."""
+        granted, self._granted = self._granted, set()
+        if self.dead or not granted:
+            return
+        try:
+            self._worker.work(granted)
         except Exception as error:
             self.fail(error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from langchain_card.core.messages import Begin, Correct, End
 from langchain_card.ports import DraftCommand, Worker
@@ -59,6 +59,24 @@ class Mailbox:
             self._changed.notify()
 
 
+def work(worker: Worker, mailbox: Mailbox, but: Collection[int] = ()) -> None:
+    """Steps while it has leave, and reads commands between two steps, until the mailbox is closed.
+
+    Args:
+        worker: a drafter's.
+        mailbox: its commands.
+        but: requests whose steps are taken elsewhere.
+    """
+    busy = False
+    while not mailbox.closed:
+        command = mailbox.take(wait=not busy)
+        if command is not None:
+            worker.handle(command)
+            busy = True
+        else:
+            busy = worker.step(but=but)
+
+
 class ThreadTransport:
     """Queues commands for a worker thread, which steps while it has leave and reads commands between two steps.
 
@@ -72,6 +90,8 @@ class ThreadTransport:
         on_death: called when the worker raised; it takes no commands from then on.
     """
 
+    ready = True
+
     def __init__(self, worker: Worker, *, name: str, on_death: Callable[[BaseException], None]) -> None:
         self._worker = worker
         self._inline = InlineTransport(worker, on_death=on_death)
@@ -80,8 +100,11 @@ class ThreadTransport:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def wait_ready(self) -> None:
+        """It is."""
+
     def send(self, command: DraftCommand) -> None:
-        """Hands the command over, or carries it out at once."""
+        """Hands the command over, or applies it at once."""
         if self._inline.dead:
             return
         if isinstance(command, Begin) and command.schedule != "parallel":
@@ -93,6 +116,10 @@ class ThreadTransport:
             self._inline_ids.discard(command.request_id)
         self._inline.send(command)
 
+    def work(self) -> None:
+        """Takes the steps of requests that do not decode in parallel."""
+        self._inline.work()
+
     def close(self) -> None:
         """Ends the thread after its current step."""
         self._mailbox.close()
@@ -101,13 +128,6 @@ class ThreadTransport:
 
     def _run(self) -> None:
         try:
-            busy = False
-            while not self._mailbox.closed:
-                command = self._mailbox.take(wait=not busy)
-                if command is not None:
-                    self._worker.handle(command)
-                    busy = True
-                else:
-                    busy = self._worker.step()
+            work(self._worker, self._mailbox, but=self._inline_ids)
         except Exception as error:
             self._inline.fail(error)

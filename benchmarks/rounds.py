@@ -1,0 +1,114 @@
+"""What a round costs beside the two forwards, in thread time: `python benchmarks/rounds.py` (some minutes).
+
+Recorded text is replayed through the real coordinator and the real draft tree, by a draft that expands as many nodes as
+it may, however unlikely. Three runs do the same things; of each thing the fastest counts, for the host is noisy.
+"""
+
+import contextlib
+import gc
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+from time import thread_time
+
+from langchain_card.bench.contest import GPU_LIMITS, GPU_SLOTS, Library, joined
+from langchain_card.bench.devices import load_device
+from langchain_card.bench.traces import shipped
+from langchain_card.config import Limits
+from langchain_card.core import messages as m
+from langchain_card.core.controller import Controller
+from langchain_card.core.request import Request, SamplingParams
+from langchain_card.testing.simulated import Simulation
+from langchain_card.testing.toy import ToyDrafter, ToyTarget
+
+LIMITS = {"default": Limits(), "GPU": GPU_LIMITS}
+EVENTS = {m.Proposed: "take in", m.TargetReady: "query", m.Verified: "commit"}
+PARTS = {"draft tree": "step", "take in": "step", "correct the tree": "pass", "query": "pass", "commit": "pass"}
+
+
+class Eager(Controller):
+    def leave(self, load, *, hit):
+        return super().leave(load, hit=hit)._replace(min_chance=0.0)
+
+
+class Meter(defaultdict):
+    part = ""
+
+    def __call__(self, part, function, *args):
+        self.part, started = part, thread_time()
+        result = function(*args)
+        self[part].append(thread_time() - started)
+        return result
+
+
+class MeteredDrafter(ToyDrafter):
+    """One whose tree is metered, and its script is not."""
+
+    def correct(self, *args):
+        self.meter("correct the tree", super().correct, *args)
+
+    def step(self, budgets):
+        tree = self.trees[budgets[0].request_id]
+        nodes = self.meter("choose", tree.choose, budgets[0].width)
+        found = [zip(*self._script.candidates(self._prefix(tree, node)), strict=True) for node in nodes]
+        return [self.meter("draft tree", self._grow, tree, nodes, found)]
+
+    def _grow(self, tree, nodes, found):
+        for node, (token_ids, scores) in zip(nodes, found, strict=True):
+            if node != tree.root:
+                tree.place(node)
+            tree.expand(node, token_ids, scores)
+        return tree.publish(self.name, 0, forwarded=len(nodes), elapsed=self.step_time(len(nodes)))
+
+
+def replay(limits):
+    """One run: seconds of each thing, by part, and what came of it."""
+    text, costs = joined(shipped()["code"]), load_device("h200").costs()
+    library, meter = Library([text]), Meter(list)
+    drafter = MeteredDrafter(library, num_slots=GPU_SLOTS, step_time=costs.draft)
+    simulation = Simulation(ToyTarget(library, costs.target), drafter, Eager(False, limits), limits)
+    core, drafter.meter = simulation._core, meter
+    handle, take_in = core.handle, core.intake.take_in
+    core.handle = lambda event: meter(EVENTS.get(type(event), ""), handle, event)
+    core.intake.take_in = lambda state: meter("in " + meter.part, take_in, state)
+    gc.freeze()  # what was there before is none of the round's
+    (answer,) = simulation.run([Request(0, (0,), SamplingParams(max_tokens=len(text.token_ids)))])
+    return meter, answer.stats
+
+
+def measure(limits):
+    """Nodes and rows; milliseconds of a step and of a pass by part, and of one of each."""
+    (meter, stats), *more = [replay(limits) for _ in range(3)]
+    ms = {part: 1e3 * sum(map(min, meter[part], *(again[part] for again, _ in more))) for part in meter}
+    ms["draft tree"] += ms["choose"]
+    ms["take in"] += ms["in commit"]
+    ms["commit"] -= ms["in commit"]
+    each = [ms[part] / (stats.draft_steps if of == "step" else stats.rounds) for part, of in PARTS.items()]
+    return stats.mean_draft_width, stats.mean_window, *each, sum(each)
+
+
+def logits_to_ids(rows, params):
+    """Not a round's own: scores of each row and their argmax, here on a CPU; milliseconds."""
+    meter, sampler, logits = Meter(list), Sampler(params, (0,)), 4 * torch.randn(rows, 151_936)
+    for _ in range(3):
+        meter("", lambda: sampler.scores(logits, [()] * rows).argmax(dim=-1).tolist())
+    return 1e3 * min(meter[""])
+
+
+if __name__ == "__main__":
+    titles = ("limits", "nodes", "rows", *(f"{part}, a {of}" for part, of in PARTS.items()), "together, ms")
+    print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
+    for name, n in product(LIMITS, (8, 16, 64)):
+        nodes, rows, *figures = measure(replace(LIMITS[name], max_window=n, max_draft_width=n))
+        print(
+            f"| {name}, {n} | {nodes:.0f} | {rows:.0f} | " + " | ".join(f"{ms:.3f}" for ms in figures) + " |",
+            flush=True,
+        )
+    with contextlib.suppress(ImportError):
+        import torch
+
+        from langchain_card.runtime.sampling import Sampler
+
+        for rows, top_p in product((1, 8, 64), (0.0, 0.9)):
+            params = SamplingParams(temperature=float(top_p > 0), top_p=top_p or 1.0)
+            print(f"{rows} rows of logits -> ids, top-p {top_p}: {logits_to_ids(rows, params):.2f} ms", flush=True)

@@ -1,0 +1,212 @@
+"""Attention over a fixed grid of rows with a mask: what a graph can be captured of.
+
+Every sequence of a step has the same number of rows, the rest is padding, and all its slots up to a bucket's end are
+read: scratch slots and committed positions. What a row sees is a mask. Shapes depend on the bucket alone, so that a
+step can be captured once and replayed; and two steps of one bucket do the same arithmetic for a row, whatever the
+other rows hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from langchain_card.runtime.kv_cache import KVPool
+from langchain_card.runtime.rows import Heads, Rows
+
+MAX_SCORED_ROWS = 64
+"""Rows of a sequence up to which all scores are laid out at once; a text's, which are more, go through SDPA."""
+
+
+MIN_KEYS = 256
+"""Positions that are read at least."""
+
+
+class Bucket(NamedTuple):
+    """Shape of a step: it covers the first `seqs` sequences of the pool.
+
+    Attributes:
+        seqs: sequences.
+        width: rows of each.
+        keys: positions that are read of each, its scratch slots besides.
+    """
+
+    seqs: int
+    width: int
+    keys: int
+
+    @classmethod
+    def of(cls, batch: Sequence[Rows]) -> Bucket:
+        """The smallest that holds a batch, one entry per sequence: powers of two."""
+        pool = batch[0].cache.pool
+        seqs = min(pool.num_seqs, _round_up(1 + max(rows.cache.index for rows in batch)))
+        reach = 1 + max(max(rows.positions) for rows in batch)
+        return cls(seqs, _round_up(longest(batch)), min(pool.max_len, max(MIN_KEYS, _round_up(reach))))
+
+
+class StepInputs:
+    """A step's inputs on the device, filled from the host with one copy of each kind.
+
+    Args:
+        pool: the sequences' KV.
+        bucket: their shape.
+        window: keys that a sliding layer sees, or None where the model has none.
+
+    Attributes:
+        numbers: [4, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees.
+        trees: [1 or 2, seqs, width, num_scratch] scratch slots that each row sees; second for sliding layers.
+        no_mask: what the model gets in place of one.
+    """
+
+    def __init__(self, pool: KVPool, bucket: Bucket, window: int | None) -> None:
+        device = pool.layers[0].device
+        self._pool, self._window = pool, window
+        shape = (4, bucket.seqs, bucket.width)
+        trees = (1 if window is None else 2, bucket.seqs, bucket.width, pool.num_scratch)
+        self._numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._trees = torch.zeros(trees, dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.numbers, self.trees = torch.zeros_like(self._numbers, device=device), self._trees.to(device)
+        # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
+        self.no_mask = torch.zeros(1, 1, 1, 1, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def fill(self, batch: Sequence[Rows]) -> list[int]:
+        """Writes a batch; padding sees position 0 and is written where nobody looks. Rows of the batch, in order."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last batch has left these buffers
+        numbers, trees = self._numbers.numpy(), self._trees.numpy()
+        numbers[:2], numbers[2], numbers[3] = 0, self._pool.trash, 1
+        trees[:] = False
+        width, where = numbers.shape[2], list[int]()
+        for rows in batch:
+            index, count = rows.cache.index, len(rows.token_ids)
+            numbers[:3, index, :count] = rows.token_ids, rows.positions, rows.slots
+            numbers[3, index, :count] = rows.seen_positions
+            for row, path in enumerate(rows.paths or ()):
+                self._see(trees[:, index, row], rows.start, path)
+            where += range(index * width, index * width + count)
+        self.numbers.copy_(self._numbers, non_blocking=True)
+        self.trees.copy_(self._trees, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return where
+
+    def _see(self, seen: np.ndarray, start: int, path: Sequence[int]) -> None:
+        """Marks the scratch slots of a row's path; a sliding layer sees the last of them."""
+        own = [slot for slot in path if slot < self._pool.num_scratch]
+        seen[0, own] = True
+        if self._window is not None:
+            seen[1, own[-self._window :]] = True
+
+
+class _Seen(NamedTuple):
+    """Where the rows go, [seqs * width], and what they see, [seqs, 1, width, num_scratch + keys], on one device."""
+
+    slots: Tensor
+    mask: Tensor
+    sliding_mask: Tensor | None  # for layers with a sliding window
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedPlan:
+    """What attention needs to know of one forward pass over a grid of rows.
+
+    Attributes:
+        pool: the sequences' KV.
+        bucket: the grid.
+        seen: by device.
+    """
+
+    pool: KVPool
+    bucket: Bucket
+    seen: dict[torch.device, _Seen]
+
+    @classmethod
+    def of(cls, inputs: StepInputs, pool: KVPool, bucket: Bucket, window: int | None) -> MaskedPlan:
+        """Builds the masks, on the device."""
+        _, positions, slots, count = inputs.numbers
+        key = torch.arange(bucket.keys, device=count.device)
+        committed = key < count[..., None]
+        dtype = pool.layers[0].dtype
+        full, sliding = _additive(torch.cat([inputs.trees[0], committed], dim=-1), dtype), None
+        if window is not None:
+            near = committed & (key > positions[..., None] - window)
+            sliding = _additive(torch.cat([inputs.trees[1], near], dim=-1), dtype)
+        seen = {
+            device: _Seen(slots.flatten().to(device), full.to(device), None if sliding is None else sliding.to(device))
+            for device in dict.fromkeys(layer.device for layer in pool.layers)
+        }
+        return cls(pool, bucket, seen)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+        """See `attention.StepPlan`."""
+        kv = self.pool.layers[layer]
+        slots, mask, sliding_mask = self.seen[kv.device]
+        kv[0].index_copy_(1, slots, key[0])
+        kv[1].index_copy_(1, slots, value[0])
+        if heads.window is not None:
+            assert sliding_mask is not None, "a layer slides and the model's configuration does not say so"
+            mask = sliding_mask
+        return masked_attention(
+            query, self.pool.by_sequence(layer)[:, : self.bucket.seqs, :, : mask.shape[-1]], mask, heads
+        )
+
+
+def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, heads: Heads) -> Tensor:
+    """Query heads that share a KV head are further rows of it, so that no key is read twice.
+
+    Args:
+        query: [1, heads, seqs * width, head_dim].
+        kv: [2, seqs, kv_heads, keys, head_dim].
+        mask: [seqs, 1, width, keys], added to the scores.
+        heads: scaling and softcap.
+
+    Returns:
+        [1, seqs * width, heads, head_dim].
+    """
+    (seqs, kv_heads), (width, head_dim) = kv.shape[1:3], (mask.shape[2], query.shape[-1])
+    group = query.shape[1] // kv_heads
+    q = query.view(kv_heads, group, seqs, width, head_dim).permute(2, 0, 1, 3, 4)
+    q = q.reshape(seqs, kv_heads, group * width, head_dim)
+    key, value = kv
+    if width > MAX_SCORED_ROWS and heads.softcap is None:
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask.repeat(1, 1, group, 1), scale=heads.scaling)
+    else:
+        scores = torch.matmul(q, key.transpose(2, 3)) * (head_dim**-0.5 if heads.scaling is None else heads.scaling)
+        if heads.softcap is not None:
+            scores = torch.tanh(scores / heads.softcap) * heads.softcap
+        scores = scores.view(seqs, kv_heads, group, width, -1) + mask[:, :, None]
+        out = torch.matmul(
+            scores.softmax(dim=-1, dtype=torch.float32 if heads.softcap else _accurate(q.dtype))
+            .to(q.dtype)
+            .flatten(2, 3),
+            value,
+        )
+    return out.view(seqs, kv_heads, group, width, head_dim).permute(0, 3, 1, 2, 4).reshape(
+        1, seqs * width, kv_heads * group, head_dim
+    )  # fmt: skip
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """[seqs, width, keys] -> [seqs, 1, width, keys], 0 where a key is visible and -inf elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None]
+
+
+def longest(batch: Sequence[Rows]) -> int:
+    """Rows of the sequence that has most."""
+    return max(len(rows.token_ids) for rows in batch)
+
+
+def _round_up(count: int) -> int:
+    """To a power of two."""
+    return 1 << (count - 1).bit_length()
