@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime import int4, int8_layers, row_kernels, row_stable
+from langchain_card.runtime import int4, integer_layers, row_kernels, row_stable
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -61,7 +61,7 @@ def medians(step: Callable[[], None], forms: tuple[int, ...]) -> list[float]:
 
 def split(step: Callable[[], None]) -> str:
     meter = Meter()
-    for linear in (int8_layers.Int8Linear, int4.Int4Linear):
+    for linear in (integer_layers.IntegerLinear, int4.Int4Linear):
         meter.around(linear, "product", "products")
     meter.around(row_stable.RowStablePlan, "attend", "attention")
     for name in ("normed", "scaled", "gated", "heads", "add"):

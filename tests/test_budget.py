@@ -16,10 +16,9 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.engine.drafts import SCRATCH as DRAFT_SCRATCH
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError
-from langchain_card.runtime import loader
+from langchain_card.runtime import fbgemm, loader
 from langchain_card.runtime.budget import FIXED_RESERVE, ModelNeeds, check_budget, free_bytes, weight_bytes
-from langchain_card.runtime.int8 import kernel_name
-from langchain_card.runtime.int8_layers import Int8Linear, Int8Part
+from langchain_card.runtime.integer_layers import IntegerLinear, IntegerPart
 from langchain_card.runtime.loader import Pair, acquire_model, load_model, release_model, resolve
 from langchain_card.runtime.runner import ModelRunner
 
@@ -61,11 +60,10 @@ def refusal(pair: Pair, num_seqs: int, free: int) -> DeviceError:
 def stored(model: torch.nn.Module) -> int:
     """Bytes of a loaded model's parameters, those of int8 layers as the kernel gives them back."""
     total = sum(parameter.nbytes for parameter in model.parameters())
-    wholes = {id(part.whole): part.whole for part in model.modules() if isinstance(part, Int8Part)}
-    wholes |= {id(layer): layer for layer in model.modules() if isinstance(layer, Int8Linear)}
+    wholes = {id(part.whole): part.whole for part in model.modules() if isinstance(part, IntegerPart)}
+    wholes |= {id(layer): layer for layer in model.modules() if isinstance(layer, IntegerLinear)}
     for layer in wholes.values():
-        weight, _ = torch.ops.quantized.linear_unpack(layer.packed)
-        total += weight.int_repr().nbytes + weight.q_per_channel_scales().nbytes
+        total += sum(part.nbytes for part in layer.weights.unpack())
     return total
 
 
@@ -77,7 +75,7 @@ def test_estimate_is_what_a_tiny_model_takes(family: str, tmp_path: Path) -> Non
 
 
 def test_estimate_is_what_the_real_small_model_takes() -> None:
-    compare(EngineConfig(model="smollm2-135m", draft_model=None, quantization="int8" if kernel_name() else None))
+    compare(EngineConfig(model="smollm2-135m", draft_model=None, quantization="int8" if fbgemm.runs_here() else None))
 
 
 def compare(config: EngineConfig) -> None:

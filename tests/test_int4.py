@@ -14,32 +14,33 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import engine
 from langchain_card.engine.engine import Engine
-from langchain_card.runtime import draft_form, int4, int8_layers
+from langchain_card.runtime import draft_form, int4, integer_layers, vnni
 from langchain_card.runtime.int8 import quantize_rows
-from langchain_card.runtime.int8_layers import Int8Linear
+from langchain_card.runtime.integer_layers import IntegerLinear
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.testing import FixedPolicy
 
 pytestmark = pytest.mark.skipif(
-    not int4.runs_here(), reason="this CPU, or this llvmlite, has not what the kernel needs"
+    not vnni.runs_here(), reason="this CPU, or this llvmlite, has not what the kernel needs"
 )
 
 
-def layers(out: int, features: int) -> tuple[Int8Linear, int4.Int4Linear]:
-    generator = torch.Generator().manual_seed(out)
-    whole = Int8Linear(*quantize_rows(torch.randn(out, features, generator=generator)))
-    return whole, int4.Int4Linear(whole)
+def layers(out: int, features: int) -> tuple[IntegerLinear, IntegerLinear]:
+    """One in 8 bits and in 4."""
+    weight = quantize_rows(torch.randn(out, features, generator=torch.Generator().manual_seed(out)))
+    rounded = IntegerLinear(*weight)
+    int4.to_4_bits(rounded)
+    return IntegerLinear(*weight), rounded
 
 
-def weights(layer: int4.Int4Linear) -> np.ndarray:
-    """What the nibbles and scales stand for, for activations in levels."""
-    nibbles = layer._nibbles.reshape(layer.out_features, -1, int4.GROUP // 2)
-    both = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).astype(np.float64) - 8
-    return (both * layer._scales[..., None]).reshape(layer.out_features, -1)
+def matrix(layer: IntegerLinear) -> np.ndarray:
+    weight, scales = layer.weights.unpack()
+    groups = weight.reshape(len(weight), scales.shape[1], -1).astype(np.float64) * scales[..., None]
+    return groups.reshape(weight.shape)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("rows", range(1, 18))
 @pytest.mark.parametrize("shape", [(4, 128), (52, 256), (1152, 896)])
 def test_products_are_those_of_the_levels(shape: tuple[int, int], rows: int, threads: int) -> None:
     _, layer = layers(*shape)
@@ -47,25 +48,23 @@ def test_products_are_those_of_the_levels(shape: tuple[int, int], rows: int, thr
     x[0, 0], x[-1, -1] = -1, 1
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    got = layer.product(x).numpy()
+    got = layer.product(x)
     torch.set_num_threads(before)
-    wanted = np.rint(x * np.float32(127)).astype(np.float64) @ weights(layer).T
-    assert abs(got - wanted).max() < 1e-5 * abs(wanted).max()
+    wanted = np.rint(x * np.float32(127)).astype(np.float64) @ matrix(layer).T / 127
+    assert abs(got - wanted).max() < 1e-6 * abs(wanted).max()
 
 
 def test_weights_are_rounded_to_the_next_of_sixteen_levels() -> None:
-    whole, layer = layers(64, 256)
-    packed, _ = torch.ops.quantized.linear_unpack(whole.packed)
-    exact, step = packed.dequantize().numpy(), 127 * layer._scales.repeat(int4.GROUP, axis=1)
-    assert (abs(127 * weights(layer) - exact) <= 0.5001 * step + 1e-6).mean() > 0.99
-    assert (abs(127 * weights(layer) - exact) <= 1.0001 * step + 1e-6).all(), "the largest may be cut by half a level"
+    whole, layer = (matrix(layer) for layer in layers(64, 256))
+    step = layers(64, 256)[1].weights.unpack()[1].repeat(int4.GROUP, axis=1)
+    assert (abs(layer - whole) <= 0.5001 * step).mean() > 0.99
+    assert (abs(layer - whole) <= 1.0001 * step).all(), "the largest may be cut by half a level"
 
 
-def test_many_rows_take_the_int8_form() -> None:
-    whole, layer = layers(52, 256)
-    x = torch.randn(int4.MAX_ROWS + 1, 256)
+def test_features_that_are_no_whole_groups_stay_in_int8() -> None:
+    whole, layer = layers(52, 192)
+    x = torch.randn(3, 192)
     assert torch.equal(layer(x), whole(x))
-    assert not torch.equal(layer(x[1:]), whole(x[1:]))
 
 
 @pytest.fixture
@@ -75,13 +74,17 @@ def pair(tmp_path: Path) -> tuple[str, str]:
     return target, tiny.make_draft(target, tmp_path / "draft", noise=0.02)
 
 
+def num_nibbles(model: torch.nn.Module) -> int:
+    linear = [module for module in model.modules() if isinstance(module, IntegerLinear)]
+    return sum(layer.weights.offset == vnni.NIBBLE_OFFSET for layer in linear)
+
+
 def test_drafts_get_it_and_targets_do_not(pair: tuple[str, str]) -> None:
     found = resolve(EngineConfig(*pair, quantization="int8"))
     assert found.draft is not None
     draft, target = load_model(found.draft), load_model(found.target)
-    assert sum(type(module) is int4.Int4Linear for module in draft.modules()) == 2 * 4 + 1
-    assert not any(type(module) is int4.Int4Linear for module in target.modules())
-    assert all(isinstance(layer, int8_layers.Int8Layer) for layer in draft.get_decoder().layers)
+    assert (num_nibbles(draft), num_nibbles(target)) == (2 * 4 + 1, 0)
+    assert all(isinstance(layer, integer_layers.FusedLayer) for layer in draft.get_decoder().layers)
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])

@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from langchain_card.runtime.int8 import (
-    ACTIVATION_LEVELS,
-    ACTIVATION_ZERO_POINT,
-    kernel_name,
-    quantize_rows,
-    rotate,
-)
-from langchain_card.runtime.int8_layers import Int8Linear
+from langchain_card.runtime import fbgemm, vnni
+from langchain_card.runtime.int8 import ACTIVATION_LEVELS, quantize_rows, rotate
+from langchain_card.runtime.integer_layers import IntegerLinear
 
-pytestmark = pytest.mark.skipif(kernel_name() is None, reason="this build of torch has no int8 kernel")
+pytestmark = pytest.mark.skipif(not fbgemm.runs_here(), reason="this build of torch has no int8 kernel")
+
+
+@pytest.fixture(params=["vnni", "fbgemm"], autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes products by it, where this CPU can."""
+    if request.param == "fbgemm":
+        monkeypatch.setattr(vnni, "runs_here", lambda: False)
+    elif not vnni.runs_here():
+        pytest.skip("this CPU, or this llvmlite, has not what the kernel needs")
 
 
 def reference(layer_weight: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +38,7 @@ def test_worst_case_sums_are_exact(features: int, sign: int) -> None:
     scale = torch.full((32,), 0.01)
     for value in (1.0, -1.0):
         x = rotate(torch.full((3, features), value))  # the layer rotates it back
-        got = Int8Linear(weight, scale)(x)
+        got = IntegerLinear(weight, scale)(x)
         torch.testing.assert_close(got.double(), reference(weight, scale, x), rtol=1e-6, atol=0)
 
 
@@ -42,14 +46,23 @@ def test_random_sums_are_exact() -> None:
     torch.manual_seed(0)
     weight, scale = quantize_rows(torch.randn(257, 1000))
     x = torch.randn(9, 1000) * torch.logspace(-6, 6, 9)[:, None]
-    got = Int8Linear(weight, scale)(x)
+    got = IntegerLinear(weight, scale)(x)
     torch.testing.assert_close(got.double(), reference(weight, scale, x), rtol=1e-5, atol=1e-9)
 
 
 def test_more_activation_bits_would_saturate() -> None:
     """The reason for 7 bits, where the processor lacks VNNI: 8-bit activations give silently wrong sums."""
-    assert ACTIVATION_ZERO_POINT - ACTIVATION_LEVELS >= 0
-    assert 2 * (ACTIVATION_ZERO_POINT + ACTIVATION_LEVELS) * 128 <= 2**15 - 1
+    assert 2 * (2 * ACTIVATION_LEVELS + 1) * 128 <= 2**15 - 1
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (151, 30), (300, 576), (576, 1536)])
+def test_both_kernels_give_the_same_bits(shape: tuple[int, int]) -> None:
+    torch.manual_seed(4)
+    weight, scale = (part.numpy() for part in quantize_rows(torch.randn(*shape)))
+    rows = torch.rand(21, shape[1]).mul(2).sub(1).numpy()
+    own, other = vnni.pack(weight, scale[:, None], ACTIVATION_LEVELS), fbgemm.pack(weight, scale[:, None])
+    assert (own.multiply(rows) == other.multiply(rows)).all()
+    assert (own.unpack()[0] == weight).all() and (other.unpack()[0] == weight).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -57,7 +70,7 @@ def test_more_activation_bits_would_saturate() -> None:
 def test_a_row_has_the_same_bits_beside_any_other_rows(shape: tuple[int, int], threads: int) -> None:
     torch.manual_seed(1)
     weight, scale = quantize_rows(torch.randn(*shape))
-    layer = Int8Linear(weight, scale, torch.randn(shape[0]))
+    layer = IntegerLinear(weight, scale, torch.randn(shape[0]))
     x = torch.randn(16, shape[1]) * torch.logspace(-3, 3, 16)[:, None]
     before = torch.get_num_threads()
     try:
@@ -84,11 +97,11 @@ def test_one_huge_feature_does_not_drown_the_others() -> None:
     torch.manual_seed(3)
     weight, x = torch.randn(256, 1536), torch.randn(8, 1536)
     x[:, 77] *= 100
-    got, wanted = Int8Linear(*quantize_rows(weight))(x), x @ weight.T
+    got, wanted = IntegerLinear(*quantize_rows(weight))(x), x @ weight.T
     rest = wanted - x[:, 77:78] * weight[:, 77]
     assert (got - wanted).norm() < 0.25 * rest.norm()
 
 
 def test_zero_rows_stay_finite() -> None:
     weight, scale = quantize_rows(torch.zeros(8, 16))
-    assert torch.equal(Int8Linear(weight, scale)(torch.zeros(2, 16)), torch.zeros(2, 8))
+    assert torch.equal(IntegerLinear(weight, scale)(torch.zeros(2, 16)), torch.zeros(2, 8))

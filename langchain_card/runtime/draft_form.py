@@ -25,9 +25,9 @@ def make_draft(model: Any, form: str) -> None:
     if model.config.get_text_config().vocab_size > HEAD:
         _cut_head(model)
     if form == "int8":
-        from langchain_card.runtime import int4  # with a compiler, which float weights do not need
+        from langchain_card.runtime import int4, vnni  # with a compiler, which float weights do not need
 
-        if int4.runs_here():
+        if vnni.runs_here():
             int4.to_4_bits(model)
 
 

@@ -9,21 +9,18 @@ A few features of a language model are far larger than the rest and would leave 
 sides are rotated first, in blocks of 64 features, by a Hadamard matrix: the sums stay what they were, and an outlier
 is shared by its block (QuaRot, arXiv 2404.00456; what it gains here is in docs/LOG.md).
 
-The functions that make torch's quantized tensors are marked deprecated; they are used in this file only.
+The products themselves are made by `vnni` where the CPU has what it needs, else by `fbgemm`: the same bits.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
-ACTIVATION_LEVELS = 63  # 7 bits: -63..63 around the zero point
-ACTIVATION_ZERO_POINT = 64
+ACTIVATION_LEVELS = 63  # 7 bits, signed
 ROTATED_BLOCK = 64
 
 
@@ -61,34 +58,3 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.abs().amax(dim=1) / 127
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return torch.round(weight / scale[:, None]).to(torch.int8), scale
-
-
-def kernel_name() -> str | None:
-    """The integer kernel that runs here, or None where this build of torch has none."""
-    engines = torch.backends.quantized.supported_engines
-    return next((name for name in ("fbgemm", "x86") if name in engines), None)
-
-
-def pack(weight: Tensor, scale: Tensor) -> Any:
-    """What `multiply` takes: int8 [out_features, in_features] and float32 [out_features] of `quantize_rows`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
-        zero_points = torch.zeros(weight.shape[0], dtype=torch.long)
-        quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zero_points, 0)
-        return torch.ops.quantized.linear_prepack(quantized, None)
-
-
-def multiply(x: Tensor, packed: Any) -> Tensor:
-    """Products with a packed weight.
-
-    Args:
-        x: float32 [rows, in_features] in [-1, 1], rotated. It is rounded to 7 bits here.
-        packed: of `pack`.
-
-    Returns:
-        Float32 [rows, out_features].
-    """
-    out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(
-        x, 1 / ACTIVATION_LEVELS, ACTIVATION_ZERO_POINT, packed
-    )
-    return out

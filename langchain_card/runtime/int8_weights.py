@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError
-from langchain_card.runtime.int8_layers import Int8Linear, fuse_layers, fuse_norm, split_by_layer
+from langchain_card.runtime.integer_layers import IntegerLinear, fuse_layers, fuse_norm, split_by_layer
 from langchain_card.runtime.threads import num_cores, use_threads
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -34,7 +34,7 @@ def read_int8(model: Any, file: Path, dtype: torch.dtype) -> None:
         stacks = _stacks([name for name, _ in model.named_modules() if f"{name}.weight_int8" in names])
         # Packing for the kernel is most of the time, and runs on one core.
         with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
-            packed = pool.map(lambda stack: _int8_layers(weights, stack, names), stacks)
+            packed = pool.map(lambda stack: _integer_layers(weights, stack, names), stacks)
             for stack, layers in zip(stacks, packed, strict=True):
                 for name, layer in zip(stack, layers, strict=True):
                     model.set_submodule(name, layer)
@@ -58,13 +58,13 @@ def _stacks(names: list[str]) -> list[tuple[str, ...]]:
     return stacks
 
 
-def _int8_layers(weights: Any, stack: tuple[str, ...], names: set[str]) -> Sequence[nn.Module]:
+def _integer_layers(weights: Any, stack: tuple[str, ...], names: set[str]) -> Sequence[nn.Module]:
     parts = [weights.get_tensor(f"{name}.weight_int8") for name in stack]
     scale = torch.cat([weights.get_tensor(f"{name}.weight_scale") for name in stack])
     biases = [weights.get_tensor(f"{name}.bias").float() for name in stack if f"{name}.bias" in names]
     if len(biases) not in (0, len(stack)):
         raise CorruptModelError("weights", stack, "some of these layers have a bias and some have none")
-    whole = Int8Linear(torch.cat(parts), scale, torch.cat(biases) if biases else None)
+    whole = IntegerLinear(torch.cat(parts), scale, torch.cat(biases) if biases else None)
     return [whole] if len(stack) == 1 else split_by_layer(whole, [len(part) for part in parts])
 
 

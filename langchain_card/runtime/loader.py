@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langchain_card.config import NGRAM, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
-from langchain_card.runtime import draft_form
+from langchain_card.runtime import draft_form, fbgemm
 from langchain_card.runtime.attention import ATTENTION_NAME
 from langchain_card.runtime.download import BUILTINS
 from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
 from langchain_card.runtime.files import Progress
 from langchain_card.runtime.graphs import compile_layers
-from langchain_card.runtime.int8 import kernel_name
 from langchain_card.runtime.placement import capacity, place
 from langchain_card.runtime.quantization import find_quantizer
 from langchain_card.runtime.registry import Registry
@@ -176,7 +175,7 @@ def _spec(config: EngineConfig, field: str, devices: Sequence[torch.device], pro
 
 
 def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
-    return device.type == "cpu" and config.dtype in ("auto", "float32") and kernel_name() is not None
+    return device.type == "cpu" and config.dtype in ("auto", "float32") and fbgemm.runs_here()
 
 
 def _text_config(spec: ModelSpec) -> Any:

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 import transformers as t
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime import int8_weights, row_attention, row_kernels
-from langchain_card.runtime.int8 import kernel_name, rotate
-from langchain_card.runtime.int8_layers import Int8Layer
+from langchain_card.runtime import fbgemm, int8_weights, row_attention, row_kernels
+from langchain_card.runtime.int8 import rotate
+from langchain_card.runtime.integer_layers import FusedLayer
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(kernel_name() is None, reason="this build of torch has no int8 kernel")
+pytestmark = pytest.mark.skipif(not fbgemm.runs_here(), reason="this build of torch has no int8 kernel")
 
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(70)]
 SHAPE = tiny._SHAPE
@@ -66,7 +66,7 @@ def both(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 def num_fused(model: Any) -> int:
-    return sum(isinstance(module, Int8Layer) for module in model.modules())
+    return sum(isinstance(module, FusedLayer) for module in model.modules())
 
 
 @pytest.mark.parametrize("folder", ["llama", "qwen2", "qwen3", "mistral"], indirect=True)
@@ -89,7 +89,7 @@ def test_others_stay_what_they_are(name: str, tmp_path: Any) -> None:
 def test_planted_layer_that_computes_something_else_is_not_taken(
     folder: str, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    init = Int8Layer.__init__
+    init = FusedLayer.__init__
 
     def spoil(self: Any, *args: Any) -> None:
         init(self, *args)
@@ -105,7 +105,7 @@ def test_planted_layer_that_computes_something_else_is_not_taken(
 
     spec = resolve(EngineConfig(folder, None, quantization="int8")).target
     assert num_fused(load_model(spec)) == 2
-    monkeypatch.setattr(Int8Layer, "__init__", spoil)
+    monkeypatch.setattr(FusedLayer, "__init__", spoil)
     assert num_fused(load_model(spec)) == 0
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from langchain_card.runtime import row_kernels
-from langchain_card.runtime.int8 import multiply, pack
+from langchain_card.runtime import fbgemm, row_kernels, vnni
+from langchain_card.runtime.int8 import ACTIVATION_LEVELS
 from langchain_card.runtime.rows import Heads
 
 if TYPE_CHECKING:
@@ -36,44 +36,50 @@ _TOLERANCE = 0.02
 """Share of its norm by which a replacement's output may differ: other last bits turn some roundings to 7 bits."""
 
 
-class Int8Linear(nn.Module):
-    """A linear layer with int8 weights.
+class IntegerLinear(nn.Module):
+    """A linear layer with integer weights.
 
     Args:
         weight: int8 [out_features, in_features] from `quantize_rows`; packed for the kernel and not kept.
         scale: float32 [out_features].
         bias: float32 [out_features] or None.
+
+    Attributes:
+        weights: as the kernel that runs here reads them.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self.packed = pack(weight, scale)
+        own, scales = weight.numpy(), scale.numpy()[:, None]
+        self.weights: fbgemm.Weights | vnni.Weights = (
+            vnni.pack(own, scales, ACTIVATION_LEVELS) if vnni.runs_here() else fbgemm.pack(own, scales)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Float32 [..., in_features] -> float32 [..., out_features]."""
         rows, scale = _scaled(x.reshape(-1, self.in_features).contiguous().numpy())
-        y, row_scale = self.product(rows), torch.from_numpy(scale)[:, None]
+        y, row_scale = torch.from_numpy(self.product(rows)), torch.from_numpy(scale)[:, None]
         y = y.mul_(row_scale) if self.bias is None else torch.addcmul(self.bias, y, row_scale)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def product(self, rows: row_kernels.Array) -> Tensor:
+    def product(self, rows: row_kernels.Array) -> row_kernels.Array:
         """Scaled rows [rows, in_features] -> [rows, out_features], which the rows' scales bring back; without bias."""
-        return multiply(torch.from_numpy(rows), self.packed)
+        return self.weights.multiply(rows)
 
-    def first_rows(self, count: int) -> Int8Linear:
+    def first_rows(self, count: int) -> IntegerLinear:
         """A layer with the first `count` outputs."""
-        weight, _ = torch.ops.quantized.linear_unpack(self.packed)
-        scale = weight.q_per_channel_scales().float()[:count]
-        return Int8Linear(weight.int_repr()[:count], scale, None if self.bias is None else self.bias[:count])
+        weight, scales = self.weights.unpack()
+        scale = torch.from_numpy(scales[:count, 0])
+        return IntegerLinear(torch.from_numpy(weight[:count]), scale, None if self.bias is None else self.bias[:count])
 
     def extra_repr(self) -> str:
         """Shape and whether there is a bias, as torch's own linear prints it."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class Int8Part(nn.Module):
+class IntegerPart(nn.Module):
     """One of several layers that read the same input: the first that is called computes all of them in one kernel.
 
     Args:
@@ -83,12 +89,14 @@ class Int8Part(nn.Module):
         last: [1] shared by the parts: the input seen last, and all outputs for it.
     """
 
-    def __init__(self, whole: Int8Linear, sizes: list[int], index: int, last: list[tuple[Tensor, Any] | None]) -> None:
+    def __init__(
+        self, whole: IntegerLinear, sizes: list[int], index: int, last: list[tuple[Tensor, Any] | None]
+    ) -> None:
         super().__init__()
         self._whole, self._sizes, self._index, self._last = (whole,), sizes, index, last
 
     @property
-    def whole(self) -> Int8Linear:
+    def whole(self) -> IntegerLinear:
         """The layer that this is a part of; no submodule, for it would be one of several modules."""
         return self._whole[0]
 
@@ -104,10 +112,10 @@ class Int8Part(nn.Module):
         return part
 
 
-def split_by_layer(whole: Int8Linear, sizes: list[int]) -> list[Int8Part]:
+def split_by_layer(whole: IntegerLinear, sizes: list[int]) -> list[IntegerPart]:
     """The layers that `whole` was stacked from, in order."""
     last: list[tuple[Tensor, Any] | None] = [None]
-    return [Int8Part(whole, sizes, index, last) for index in range(len(sizes))]
+    return [IntegerPart(whole, sizes, index, last) for index in range(len(sizes))]
 
 
 class FusedRMSNorm(nn.Module):
@@ -132,7 +140,7 @@ def fuse_norm(module: nn.Module) -> FusedRMSNorm | None:
     return fused if torch.allclose(module(probe), fused(probe), rtol=1e-5, atol=1e-6) else None
 
 
-class Int8Layer(nn.Module):
+class FusedLayer(nn.Module):
     """Takes the place of a decoder layer of transformers.
 
     Args:
@@ -145,10 +153,10 @@ class Int8Layer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attention.layer_idx
         self._heads = heads
-        self.qkv: Int8Linear = attention.q_proj.whole
-        self.out: Int8Linear = attention.o_proj
-        self.gate_up: Int8Linear = mlp.gate_proj.whole
-        self.down: Int8Linear = mlp.down_proj
+        self.qkv: IntegerLinear = attention.q_proj.whole
+        self.out: IntegerLinear = attention.o_proj
+        self.gate_up: IntegerLinear = mlp.gate_proj.whole
+        self.down: IntegerLinear = mlp.down_proj
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         self.norms = nn.ModuleList(norms)
         self._norms = [(norm.weight.numpy(), np.float32(norm.eps)) for norm in norms]
@@ -166,13 +174,13 @@ class Int8Layer(nn.Module):
         """[1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
         x = hidden[0].numpy().copy()
         rows, scale = _normed(x, *self._norms[0])
-        q, k, v = self._at_positions(self.qkv.product(rows).numpy(), scale, position_embeddings)
+        q, k, v = self._at_positions(self.qkv.product(rows), scale, position_embeddings)
         attended = step.attend(self.layer_idx, q, k, v, self._heads)
         rows, scale = _scaled(attended.reshape(len(x), -1).contiguous().numpy())
-        row_kernels.add(x, self.out.product(rows).numpy(), scale)
+        row_kernels.add(x, self.out.product(rows), scale)
         rows, scale = _normed(x, *self._norms[1])
-        rows, scale = _gated(self.gate_up.product(rows).numpy(), scale)
-        row_kernels.add(x, self.down.product(rows).numpy(), scale)
+        rows, scale = _gated(self.gate_up.product(rows), scale)
+        row_kernels.add(x, self.down.product(rows), scale)
         return torch.from_numpy(x)[None]
 
     def _at_positions(
@@ -187,7 +195,7 @@ class Int8Layer(nn.Module):
         return q_t, k_t, v_t
 
 
-def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> Int8Layer | None:
+def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> FusedLayer | None:
     """What may take a decoder layer's place, or None.
 
     Args:
@@ -201,7 +209,7 @@ def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> Int8Layer | None:
     own, other = _Probe(), _Probe()
     try:
         wanted = layer(hidden, position_embeddings=cos_sin, attention_mask=None, step=own)
-        fused = Int8Layer(layer, own.asked[0][1])
+        fused = FusedLayer(layer, own.asked[0][1])
     except Exception:  # it asks for more than a layer of the common kind: positions, say
         return None
     if len(own.asked) != 1 or not isinstance(wanted, Tensor) or cos_sin[0].shape[-1] != fused._head_dim:
@@ -252,8 +260,8 @@ def _is_common(layer: Any) -> bool:
     return (
         all(isinstance(norm, FusedRMSNorm) for norm in norms)
         and len({norm.eps for norm in norms[2:]}) < 2
-        and all(isinstance(part, Int8Part) for part in stacked)
-        and all(isinstance(part, Int8Linear) and part.bias is None for part in plain)
+        and all(isinstance(part, IntegerPart) for part in stacked)
+        and all(isinstance(part, IntegerLinear) and part.bias is None for part in plain)
         and layer.mlp.gate_proj.whole.bias is None
         and torch.allclose(layer.mlp.act_fn(gates), F.silu(gates))
     )
