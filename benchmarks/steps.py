@@ -1,6 +1,6 @@
 """Where a step of the built-in pair goes on this CPU: `python benchmarks/steps.py` (three minutes on two cores).
 
-Steps of target and draft by rows, the draft in 4 bits and in int8 in turn; then one row's time by part. Medians of 20.
+Steps of target and draft by rows, then one row's time by part. Medians of 20.
 """
 
 import gc
@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime import int4, integer_layers, row_kernels, row_stable
+from langchain_card.runtime import integer_layers, row_kernels, row_stable
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -47,22 +47,19 @@ def stepper(model, width: int) -> Callable[[], None]:
     return lambda: runner.step([rows])
 
 
-def medians(step: Callable[[], None], forms: tuple[int, ...]) -> list[float]:
-    """Milliseconds; `forms` are values of `int4.MAX_ROWS`, tried in turn."""
-    times: dict[int, list[float]] = {form: [] for form in forms}
+def median(step: Callable[[], None]) -> float:
+    """Milliseconds."""
+    times = []
     for _ in range(RUNS + 2):
-        for form in forms:
-            int4.MAX_ROWS = form
-            started = perf_counter()
-            step()
-            times[form].append(1e3 * (perf_counter() - started))
-    return [statistics.median(found[2:]) for found in times.values()]
+        started = perf_counter()
+        step()
+        times.append(1e3 * (perf_counter() - started))
+    return statistics.median(times[2:])
 
 
 def split(step: Callable[[], None]) -> str:
     meter = Meter()
-    for linear in (integer_layers.IntegerLinear, int4.Int4Linear):
-        meter.around(linear, "product", "products")
+    meter.around(integer_layers.IntegerLinear, "product", "products")
     meter.around(row_stable.RowStablePlan, "attend", "attention")
     for name in ("normed", "scaled", "gated", "heads", "add"):
         meter.around(row_kernels, name, "passes")
@@ -79,18 +76,15 @@ def split(step: Callable[[], None]) -> str:
 def main() -> None:
     torch.set_num_threads(num_cores())
     pair = resolve(EngineConfig())
-    both = (int4.MAX_ROWS, 0)
-    target, draft = load_model(pair.target), load_model(pair.draft)
+    models = {"target": load_model(pair.target), "draft": load_model(pair.draft)}
     gc.collect()
     gc.freeze()
-    for name, model, forms in (("target", target, both[:1]), ("draft, 4 bits and int8", draft, both)):
+    for name, model in models.items():
         for width in WIDTHS:
-            found = ", ".join(f"{ms:.1f}" for ms in medians(stepper(model, width), forms))
-            print(f"{name}, {width} rows: {found} ms", flush=True)
-    int4.MAX_ROWS = both[0]
-    steps = {"target": stepper(target, 1), "draft": stepper(draft, 1)}
-    for name in ("target", "draft"):
-        print(f"{name}, one row: {split(steps[name])}", flush=True)
+            print(f"{name}, {width} rows: {median(stepper(model, width)):.1f} ms", flush=True)
+    steps = {name: stepper(model, 1) for name, model in models.items()}
+    for name, step in steps.items():
+        print(f"{name}, one row: {split(step)}", flush=True)
 
 
 if __name__ == "__main__":
