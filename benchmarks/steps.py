@@ -1,6 +1,6 @@
 """Where a step of the built-in pair goes on this CPU: `python benchmarks/steps.py` (three minutes on two cores).
 
-Steps of target and draft by rows, then one row's time by part. Medians of 20.
+Steps of target and draft by rows, then the time of one row and of eight by part. Medians of 20.
 """
 
 import gc
@@ -82,9 +82,9 @@ def main() -> None:
     for name, model in models.items():
         for width in WIDTHS:
             print(f"{name}, {width} rows: {median(stepper(model, width)):.1f} ms", flush=True)
-    steps = {name: stepper(model, 1) for name, model in models.items()}
+    steps = {f"{name}, {width} rows": stepper(model, width) for name, model in models.items() for width in (1, 8)}
     for name, step in steps.items():
-        print(f"{name}, one row: {split(step)}", flush=True)
+        print(f"{name}: {split(step)}", flush=True)
 
 
 if __name__ == "__main__":

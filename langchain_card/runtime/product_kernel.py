@@ -1,0 +1,180 @@
+"""The inner loop of `products`, as LLVM's vector operations: a tile of weights times some rows.
+
+32 outputs are a tile; 64 bytes of weights, of 16 outputs and 4 features, meet the same 4 features of a row in every
+lane. With VNNI that is one instruction. No library that installs with pip has a kernel of integer weights that is fast
+for one row as well as for some (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TILE, LANES = 32, 16
+
+_I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
+_BYTES, _SUMS, _FLOATS = (ir.VectorType(kind, count) for kind, count in ((_I8, 64), (_I32, LANES), (_F32, LANES)))
+
+
+@functools.cache
+def instructions() -> str | None:
+    """What multiplies here: "avx512vnni", "avxvnni" or "avx2"; None where there is none of them."""
+    own = {f"+{name}" for name, has in llvm.get_host_cpu_features().items() if has}
+    features = set(numba.config.CPU_FEATURES.split(",")) if numba.config.CPU_FEATURES is not None else own
+    return next((name for name in ("avx512vnni", "avxvnni", "avx2") if f"+{name}" in features), None)
+
+
+BLOCK = 8 if instructions() == "avx512vnni" else 2
+"""Rows that a weight is used for while it lies in a register: there are half as many, half as wide, before AVX-512."""
+
+
+class _Builder:
+    """What the kernel says often.
+
+    Args:
+        b: llvmlite's builder.
+    """
+
+    def __init__(self, b: Any) -> None:
+        self.b = b
+
+    def call(self, name: str, result: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
+        function: Any = cgutils.get_or_insert_function(self.b.module, kind, name)
+        return self.b.call(function, args)
+
+    def plus(self, number: Any, count: int) -> Any:
+        return self.b.add(number, _I64(count))
+
+    def pointer(self, address: Any, index: Any, size: int, kind: Any) -> Any:
+        return self.b.inttoptr(self.b.add(address, self.b.mul(index, _I64(size))), kind.as_pointer())
+
+    def load(self, address: Any, index: Any, size: int, kind: Any) -> Any:
+        return self.b.load(self.pointer(address, index, size, kind), align=1)
+
+    def everywhere(self, number: Any) -> Any:
+        """An int32 in all lanes."""
+        nothing = ir.Constant(_SUMS, ir.Undefined)
+        return self.b.shuffle_vector(self.b.insert_element(nothing, number, _I32(0)), nothing, _SUMS([0] * LANES))
+
+    def dot(self, sums: Any, weights: Any, levels: Any) -> Any:
+        """Adds to 16 sums four products each: of unsigned bytes with signed ones."""
+        if instructions() == "avx512vnni":
+            return self.call("llvm.x86.avx512.vpdpbusd.512", _SUMS, sums, weights, levels)
+        halves = [self._half(*(self._part(v, i) for v in (sums, weights, levels))) for i in range(2)]
+        return self.b.shuffle_vector(*halves, _SUMS(list(range(LANES))))
+
+    def _half(self, sums: Any, weights: Any, levels: Any) -> Any:
+        if instructions() == "avxvnni":
+            return self.call("llvm.x86.avx512.vpdpbusd.256", sums.type, sums, weights, levels)
+        words = ir.VectorType(_I16, LANES)
+        pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", words, weights, levels)
+        return self.b.add(sums, self.call("llvm.x86.avx2.pmadd.wd", sums.type, pairs, words([1] * LANES)))
+
+    def _part(self, vector: Any, half: int) -> Any:
+        count = vector.type.count // 2
+        places = ir.VectorType(_I32, count)(list(range(half * count, (half + 1) * count)))
+        return self.b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
+
+
+def _tile(b: Any, num_rows: int, nibbles: bool, args: Any) -> None:
+    """Products of so many rows with a tile of weights: a loop over groups around one over the turns of each."""
+    levels, begin, stored, scales, groups, turns, out, length = args
+    k = _Builder(b)
+    places = [(n, t) for n in range(num_rows) for t in range(2)]
+    before, next_group, next_turn, group_done, done = b.block, *(b.append_basic_block() for _ in range(4))
+    b.branch(next_group)
+
+    b.position_at_end(next_group)
+    group, totals = b.phi(_I64), [b.phi(_FLOATS) for _ in places]
+    starts = [k.everywhere(k.load(begin, b.add(b.mul(_I64(n), groups), group), 4, _I32)) for n in range(num_rows)]
+    b.branch(next_turn)
+
+    b.position_at_end(next_turn)
+    turn, sums = b.phi(_I64), [b.phi(_SUMS) for _ in places]
+    at = b.add(b.mul(group, turns), turn)
+    weights = [[k.load(stored, k.plus(b.mul(at, _I64(2)), t), 64, _BYTES) for t in range(2)]]
+    if nibbles:
+        low, high = _BYTES([15] * 64), _BYTES([4] * 64)
+        weights = [[b.and_(both, low) for both in weights[0]], [b.lshr(both, high) for both in weights[0]]]
+    more = list(sums)
+    for part, own in enumerate(weights):
+        quad = k.plus(b.mul(at, _I64(len(weights))), part)
+        for n in range(num_rows):
+            four = k.load(levels, k.plus(b.mul(quad, _I64(num_rows)), n), 4, _I32)
+            spread = b.bitcast(k.everywhere(four), _BYTES)
+            for t in range(2):
+                more[2 * n + t] = k.dot(more[2 * n + t], own[t], spread)
+    another_turn = k.plus(turn, 1)
+    b.cbranch(b.icmp_signed("<", another_turn, turns), next_turn, group_done)
+
+    b.position_at_end(group_done)
+    factors = [k.load(scales, k.plus(b.mul(group, _I64(2)), t), 64, _FLOATS) for t in range(2)]
+    grown = [
+        k.call("llvm.fma.v16f32", _FLOATS, b.sitofp(found, _FLOATS), factors[t], total)
+        for (_, t), found, total in zip(places, more, totals, strict=True)
+    ]
+    another_group = k.plus(group, 1)
+    b.cbranch(b.icmp_signed("<", another_group, groups), next_group, done)
+
+    b.position_at_end(done)
+    for (n, t), total in zip(places, grown, strict=True):
+        b.store(total, k.pointer(out, k.plus(b.mul(_I64(n), length), LANES * t), 4, _FLOATS), align=1)
+
+    def over(phi: Any, first: Any, entry: Any, then: Any, end: Any) -> None:
+        phi.add_incoming(first, entry)
+        phi.add_incoming(then, end)
+
+    over(group, _I64(0), before, another_group, group_done)
+    over(turn, _I64(0), next_group, another_turn, next_turn)
+    for i, (n, _) in enumerate(places):
+        over(totals[i], _FLOATS([0.0] * LANES), before, grown[i], group_done)
+        over(sums[i], starts[n], next_group, more[i], next_turn)
+
+
+def _kernel(nibbles: bool) -> Any:
+    @intrinsic
+    def tile(
+        context: Any,
+        rows: Any,
+        levels: Any,
+        begin: Any,
+        stored: Any,
+        scales: Any,
+        groups: Any,
+        turns: Any,
+        out: Any,
+        length: Any,
+    ) -> Any:
+        """Products of 1 to `BLOCK` rows with a tile of weights.
+
+        Its arguments are integers, most of them addresses: how many rows; of levels [quads, rows, 4], begins
+        [rows, groups], stored weights and scales [groups, 32]; how many groups, and turns for each; of the output, and
+        the length of its rows.
+        """
+
+        def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            end = b.append_basic_block()
+            ways = b.switch(args[0], end)
+            for num_rows in range(1, BLOCK + 1):
+                way = b.append_basic_block()
+                ways.add_case(_I64(num_rows), way)
+                b.position_at_end(way)
+                _tile(b, num_rows, nibbles, args[1:])
+                b.branch(end)
+            b.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*(types.int64,) * 9), generate
+
+    return tile
+
+
+byte_tile, nibble_tile = _kernel(nibbles=False), _kernel(nibbles=True)
