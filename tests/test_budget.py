@@ -16,7 +16,7 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.engine.drafts import SCRATCH as DRAFT_SCRATCH
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError
-from langchain_card.runtime import fbgemm, loader
+from langchain_card.runtime import loader, product_kernel
 from langchain_card.runtime.budget import FIXED_RESERVE, ModelNeeds, check_budget, free_bytes, weight_bytes
 from langchain_card.runtime.integer_layers import IntegerLinear, IntegerPart
 from langchain_card.runtime.loader import Pair, acquire_model, load_model, release_model, resolve
@@ -75,7 +75,11 @@ def test_estimate_is_what_a_tiny_model_takes(family: str, tmp_path: Path) -> Non
 
 
 def test_estimate_is_what_the_real_small_model_takes() -> None:
-    compare(EngineConfig(model="smollm2-135m", draft_model=None, quantization="int8" if fbgemm.runs_here() else None))
+    compare(
+        EngineConfig(
+            model="smollm2-135m", draft_model=None, quantization="int8" if product_kernel.instructions() else None
+        )
+    )
 
 
 def compare(config: EngineConfig) -> None:

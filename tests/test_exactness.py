@@ -24,7 +24,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine import engine, target_worker
 from langchain_card.engine.driver import Driver
-from langchain_card.runtime import fbgemm, sampling, threads
+from langchain_card.runtime import product_kernel, sampling, threads
 from langchain_card.testing import FixedPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,7 +111,7 @@ def compare_all(form: str, arch: str, pair: tuple[str, str]) -> Figures:
 def test_equal_to_the_naive_loop(
     tiny_pairs: Pairs, pool: ProcessPoolExecutor, form: str, say: Callable[[str], None]
 ) -> None:
-    if form == "int8" and not fbgemm.runs_here():
+    if form == "int8" and product_kernel.instructions() is None:
         pytest.skip("this build of torch has no int8 kernel")
     figures = Figures()
     for found in pool.map(compare_all, repeat(form), tiny_pairs, tiny_pairs.values()):

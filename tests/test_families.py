@@ -18,7 +18,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.engine import engine
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError, UnsupportedModelError
-from langchain_card.runtime import families, loader, row_attention, row_stable
+from langchain_card.runtime import families, loader, row_stable
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -165,8 +165,8 @@ def test_answers_are_those_of_the_naive_loop(
 
 def test_planted_window_that_is_not_slid(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_of(folders["mistral"]) < EXACT
-    attend = row_attention.attend
-    monkeypatch.setattr(row_attention, "attend", lambda *args: attend(*args[:7], row_stable.EVERYTHING, *args[8:]))
+    wanted = row_stable.wanted
+    monkeypatch.setattr(row_stable, "wanted", lambda heads, size: wanted(heads._replace(window=None), size))
     assert error_of(folders["mistral"]) > 1e-3
 
 

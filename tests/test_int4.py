@@ -14,15 +14,13 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import engine
 from langchain_card.engine.engine import Engine
-from langchain_card.runtime import draft_form, int4, integer_layers, vnni
+from langchain_card.runtime import draft_form, fused_layers, int4, product_kernel, products
 from langchain_card.runtime.int8 import quantize_rows
 from langchain_card.runtime.integer_layers import IntegerLinear
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.testing import FixedPolicy
 
-pytestmark = pytest.mark.skipif(
-    not vnni.runs_here(), reason="this CPU, or this llvmlite, has not what the kernel needs"
-)
+pytestmark = pytest.mark.skipif(product_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
 
 def layers(out: int, features: int) -> tuple[IntegerLinear, IntegerLinear]:
@@ -46,10 +44,10 @@ def test_products_are_those_of_the_levels(shape: tuple[int, int], rows: int, thr
     _, layer = layers(*shape)
     x = np.random.default_rng(rows).uniform(-1, 1, (rows, shape[1])).astype(np.float32)
     x[0, 0], x[-1, -1] = -1, 1
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    got = layer.product(x)
-    torch.set_num_threads(before)
+    levels, begin = products.empty_levels(rows, layer.weights)
+    for n in range(rows):
+        products.set_levels(x[n], n, layer.weights, levels, begin)
+    got = products.multiply(levels, begin, layer.weights, threads)[:, : shape[0]]
     wanted = np.rint(x * np.float32(127)).astype(np.float64) @ matrix(layer).T / 127
     assert abs(got - wanted).max() < 1e-6 * abs(wanted).max()
 
@@ -76,7 +74,7 @@ def pair(tmp_path: Path) -> tuple[str, str]:
 
 def num_nibbles(model: torch.nn.Module) -> int:
     linear = [module for module in model.modules() if isinstance(module, IntegerLinear)]
-    return sum(layer.weights.offset == vnni.NIBBLE_OFFSET for layer in linear)
+    return sum(layer.weights.offset == products.NIBBLE_OFFSET for layer in linear)
 
 
 def test_drafts_get_it_and_targets_do_not(pair: tuple[str, str]) -> None:
@@ -84,7 +82,7 @@ def test_drafts_get_it_and_targets_do_not(pair: tuple[str, str]) -> None:
     assert found.draft is not None
     draft, target = load_model(found.draft), load_model(found.target)
     assert (num_nibbles(draft), num_nibbles(target)) == (2 * 4 + 1, 0)
-    assert all(isinstance(layer, integer_layers.FusedLayer) for layer in draft.get_decoder().layers)
+    assert all(isinstance(layer, fused_layers.FusedStack) for layer in draft.get_decoder().layers)
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])

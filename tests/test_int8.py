@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from langchain_card.runtime import fbgemm, vnni
+from langchain_card.runtime import product_kernel, products
 from langchain_card.runtime.int8 import ACTIVATION_LEVELS, quantize_rows, rotate
 from langchain_card.runtime.integer_layers import IntegerLinear
 
-pytestmark = pytest.mark.skipif(not fbgemm.runs_here(), reason="this build of torch has no int8 kernel")
-
-
-@pytest.fixture(params=["vnni", "fbgemm"], autouse=True)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes products by it, where this CPU can."""
-    if request.param == "fbgemm":
-        monkeypatch.setattr(vnni, "runs_here", lambda: False)
-    elif not vnni.runs_here():
-        pytest.skip("this CPU, or this llvmlite, has not what the kernel needs")
+pytestmark = pytest.mark.skipif(product_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
 
 def reference(layer_weight: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -55,14 +51,55 @@ def test_more_activation_bits_would_saturate() -> None:
     assert 2 * (2 * ACTIVATION_LEVELS + 1) * 128 <= 2**15 - 1
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (151, 30), (300, 576), (576, 1536)])
-def test_both_kernels_give_the_same_bits(shape: tuple[int, int]) -> None:
-    torch.manual_seed(4)
-    weight, scale = (part.numpy() for part in quantize_rows(torch.randn(*shape)))
-    rows = torch.rand(21, shape[1]).mul(2).sub(1).numpy()
-    own, other = vnni.pack(weight, scale[:, None], ACTIVATION_LEVELS), fbgemm.pack(weight, scale[:, None])
-    assert (own.multiply(rows) == other.multiply(rows)).all()
-    assert (own.unpack()[0] == weight).all() and (other.unpack()[0] == weight).all()
+DIGEST = """
+import hashlib, sys
+import numpy as np, torch
+from langchain_card.runtime import int4, product_kernel
+from langchain_card.runtime.integer_layers import IntegerLinear
+from langchain_card.runtime.int8 import quantize_rows
+
+torch.manual_seed(4)
+found = hashlib.sha256()
+for shape in ((32, 64), (151, 30), (300, 576), (576, 1536), (96, 256)):
+    layer, x = IntegerLinear(*quantize_rows(torch.randn(*shape))), torch.randn(11, shape[1])
+    found.update(layer(x).numpy().tobytes())
+    int4.to_4_bits(layer)
+    found.update(layer(x).numpy().tobytes())
+print(found.hexdigest())
+"""
+OLDER = {  # what is said first, and what numba is to take this CPU for
+    "avx2": ("", {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2,+bmi,+bmi2"}),
+    "avxvnni": ("from langchain_card.runtime import product_kernel as k; k.instructions = lambda: 'avxvnni'", {}),
+}
+
+
+@pytest.mark.parametrize("older", OLDER)
+def test_older_instructions_give_the_same_bits(older: str, tmp_path: Path) -> None:
+    """Each in a process of its own, which compiles for it."""
+    if older == "avxvnni" and product_kernel.instructions() != "avx512vnni":
+        pytest.skip("this CPU has not the instruction")
+
+    def digest(before: str, env: dict[str, str]) -> str:
+        code = [sys.executable, "-c", before + DIGEST]
+        done = subprocess.run(code, env=os.environ | env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    before, env = OLDER[older]
+    assert digest(before, env | {"NUMBA_CACHE_DIR": str(tmp_path)}) == digest("", {})
+
+
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("features", [1, 2, 3, 4, 127, 128, 129])
+def test_any_size_is_packed_and_unpacked(outputs: int, features: int) -> None:
+    weight, scale = (part.numpy() for part in quantize_rows(torch.randn(outputs, features)))
+    packed = products.pack(weight, scale[:, None], ACTIVATION_LEVELS)
+    own, scales = packed.unpack()
+    assert (own == weight).all() and abs(scales[:, 0] / scale - 1).max() < 1e-6
+    x = torch.randn(3, features)
+    layer = IntegerLinear(torch.from_numpy(weight), torch.from_numpy(scale))
+    wanted = reference(torch.from_numpy(weight), torch.from_numpy(scale), x)
+    torch.testing.assert_close(layer(x).double(), wanted, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

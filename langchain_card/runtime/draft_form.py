@@ -16,7 +16,7 @@ def changes(config: Any, form: str) -> bool:
 
 
 def make_draft(model: Any, form: str) -> None:
-    """Cuts a model's head to the most frequent tokens, and gives its int8 layers 4 bits where this CPU multiplies them.
+    """Cuts a model's head to the most frequent tokens, and rounds its int8 layers to 4 bits.
 
     Args:
         model: a causal language model, as it was loaded.
@@ -25,10 +25,9 @@ def make_draft(model: Any, form: str) -> None:
     if model.config.get_text_config().vocab_size > HEAD:
         _cut_head(model)
     if form == "int8":
-        from langchain_card.runtime import int4, vnni  # with a compiler, which float weights do not need
+        from langchain_card.runtime import int4  # with a compiler, which float weights do not need
 
-        if vnni.runs_here():
-            int4.to_4_bits(model)
+        int4.to_4_bits(model)
 
 
 def _cut_head(model: Any) -> None:

@@ -66,7 +66,8 @@ def kv_shape(config: Any) -> KVShape:
 
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of a causal language model, in order; families name the list differently."""
-    return next(child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList))
+    layers = next(child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList))
+    return getattr(layers[0], "layers", layers)  # those of `fused_layers.FusedStack`
 
 
 def context_length(config: Any) -> int:

@@ -1,7 +1,7 @@
 """4-bit weights for drafts: half of int8 to read in a step, and half its time.
 
 A draft only guesses, so its numbers are free; the target keeps its own. Weights come from their int8 form, rotated
-already, and are rounded to 16 levels with a scale for each 128 features of a row. Only `vnni` multiplies them.
+already, and are rounded to 16 levels with a scale for each 128 features of a row.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from langchain_card.runtime import vnni
+from langchain_card.runtime import products
+from langchain_card.runtime.compiled import Array, compiled
 from langchain_card.runtime.integer_layers import IntegerLinear
-from langchain_card.runtime.row_kernels import Array, compiled
 
 GROUP = 128
 _LEVELS = 127
@@ -26,7 +26,7 @@ def to_4_bits(model: Any) -> None:
             rounded = np.empty_like(weight)
             group_scales = np.empty((len(weight), layer.in_features // GROUP), np.float32)
             _round(weight, scales, rounded, group_scales)
-            layer.weights = vnni.pack(rounded, group_scales, _LEVELS, vnni.NIBBLE_OFFSET)
+            layer.weights = products.pack(rounded, group_scales, _LEVELS, products.NIBBLE_OFFSET)
 
 
 @compiled()

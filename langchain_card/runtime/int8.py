@@ -1,15 +1,14 @@
 """Row-exact int8 products for CPUs.
 
-A row of the output never depends on its neighbours: every activation row is scaled to one common range, the integer
-kernel runs with one fixed activation scale, and the rows are scaled back. The integer sums are exact because
-activations keep 7 bits (|a| <= 63, zero point 64): AVX2 without VNNI adds pairs of products in 16 bits, and
-2 * 127 * 128 = 32,512 fits where 8-bit activations would saturate silently.
+A row of the output never depends on its neighbours: every activation row is scaled to one common range, rounded and
+scaled back. The integer sums are exact because activations keep 7 bits (|a| <= 63): AVX2 without VNNI adds pairs of
+products in 16 bits, and 2 * 255 * 63 = 32,130 fits where 8-bit activations would saturate silently.
 
 A few features of a language model are far larger than the rest and would leave them hardly any of the 7 bits. So both
 sides are rotated first, in blocks of 64 features, by a Hadamard matrix: the sums stay what they were, and an outlier
 is shared by its block (QuaRot, arXiv 2404.00456; what it gains here is in docs/LOG.md).
 
-The products themselves are made by `vnni` where the CPU has what it needs, else by `fbgemm`: the same bits.
+The products themselves are made by `products`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError
-from langchain_card.runtime.integer_layers import IntegerLinear, fuse_layers, fuse_norm, split_by_layer
+from langchain_card.runtime.fused_layers import fuse_layers
+from langchain_card.runtime.integer_layers import IntegerLinear, fuse_norm, split_by_layer
 from langchain_card.runtime.threads import num_cores, use_threads
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -63,6 +63,12 @@ class KVPool:
         self._free = [*self._caches]  # longest unused first
 
     @property
+    def block(self) -> Tensor:
+        """All layers' keys and values, [layers, 2, kv_heads, slots, head_dim], of a pool on one device."""
+        (block,) = self._blocks.values()
+        return block
+
+    @property
     def num_free(self) -> int:
         """Sequences that may still be opened."""
         return len(self._free)

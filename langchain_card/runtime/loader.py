@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langchain_card.config import NGRAM, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
-from langchain_card.runtime import draft_form, fbgemm
+from langchain_card.runtime import draft_form
 from langchain_card.runtime.attention import ATTENTION_NAME
 from langchain_card.runtime.download import BUILTINS
 from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
@@ -175,7 +175,11 @@ def _spec(config: EngineConfig, field: str, devices: Sequence[torch.device], pro
 
 
 def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
-    return device.type == "cpu" and config.dtype in ("auto", "float32") and fbgemm.runs_here()
+    if device.type != "cpu" or config.dtype not in ("auto", "float32"):
+        return False
+    from langchain_card.runtime.product_kernel import instructions  # a compiler, which float weights do not need
+
+    return instructions() is not None
 
 
 def _text_config(spec: ModelSpec) -> Any:
@@ -245,6 +249,10 @@ def load_model(spec: ModelSpec) -> Any:
         compile_layers(model)
     if spec.draft:
         draft_form.make_draft(model, spec.form)
+    if spec.form == "int8":
+        from langchain_card.runtime.fused_layers import stack_layers  # with a compiler, which float weights do not need
+
+        stack_layers(model.get_decoder())
     return model.requires_grad_(False).eval()
 
 

@@ -27,7 +27,8 @@ _BYTES, _SUMS, _FLOATS = (ir.VectorType(kind, count) for kind, count in ((_I8, 6
 def instructions() -> str | None:
     """What multiplies here: "avx512vnni", "avxvnni" or "avx2"; None where there is none of them."""
     own = {f"+{name}" for name, has in llvm.get_host_cpu_features().items() if has}
-    features = set(numba.config.CPU_FEATURES.split(",")) if numba.config.CPU_FEATURES is not None else own
+    config: Any = numba.config
+    features = own if config.CPU_FEATURES is None else set(config.CPU_FEATURES.split(","))
     return next((name for name in ("avx512vnni", "avxvnni", "avx2") if f"+{name}" in features), None)
 
 
@@ -47,8 +48,8 @@ class _Builder:
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         kind = ir.FunctionType(result, [arg.type for arg in args])
-        function: Any = cgutils.get_or_insert_function(self.b.module, kind, name)
-        return self.b.call(function, args)
+        find: Any = cgutils.get_or_insert_function
+        return self.b.call(find(self.b.module, kind, name), args)
 
     def plus(self, number: Any, count: int) -> Any:
         return self.b.add(number, _I64(count))
@@ -153,7 +154,7 @@ def _kernel(nibbles: bool) -> Any:
         out: Any,
         length: Any,
     ) -> Any:
-        """Products of 1 to `BLOCK` rows with a tile of weights.
+        """Products of 1, 2, 4 or 8 rows, up to `BLOCK`, with a tile of weights.
 
         Its arguments are integers, most of them addresses: how many rows; of levels [quads, rows, 4], begins
         [rows, groups], stored weights and scales [groups, 32]; how many groups, and turns for each; of the output, and
@@ -163,7 +164,7 @@ def _kernel(nibbles: bool) -> Any:
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
             end = b.append_basic_block()
             ways = b.switch(args[0], end)
-            for num_rows in range(1, BLOCK + 1):
+            for num_rows in (rows for rows in (1, 2, 4, 8) if rows <= BLOCK):
                 way = b.append_basic_block()
                 ways.add_case(_I64(num_rows), way)
                 b.position_at_end(way)

@@ -8,8 +8,8 @@ taken off at the beginning: every sum starts at minus the constant times the row
 byte with the one four features later, and each group of features has its own scale.
 
 A row's bits never depend on the rows beside it, nor on the CPU: integer sums are exact, and scaled groups are added in
-their order. Sums are exact with 63 levels at 8 bits (2 x 255 x 63 < 2^15, where AVX2 adds pairs in 16 bits) and with 127
-at 4.
+their order. Sums are exact with 63 levels at 8 bits (2 x 255 x 63 < 2^15, where AVX2 adds pairs in 16 bits) and with
+127 at 4.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numba
 import numpy as np
 
+from langchain_card.runtime.compiled import Array, compiled
 from langchain_card.runtime.product_kernel import BLOCK, LANES, TILE, byte_tile, nibble_tile
-from langchain_card.runtime.row_kernels import Array, compiled
 
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 
 _Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-_Levels: TypeAlias = np.ndarray[Any, np.dtype[np.int8]]
-_Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+Levels: TypeAlias = np.ndarray[Any, np.dtype[np.int8]]
+Sums: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Weights(NamedTuple):
@@ -48,7 +48,7 @@ class Weights(NamedTuple):
     levels: int
     offset: int
 
-    def unpack(self) -> tuple[_Levels, Array]:
+    def unpack(self) -> tuple[Levels, Array]:
         """The matrix and the scales that `pack` was given."""
         stored = self.stored
         if self.offset == NIBBLE_OFFSET:
@@ -59,7 +59,7 @@ class Weights(NamedTuple):
         return (whole.astype(np.int16) - self.offset).astype(np.int8), scales / np.float32(1 / self.levels)
 
 
-def pack(weight: _Levels, scales: Array, levels: int, offset: int = BYTE_OFFSET) -> Weights:
+def pack(weight: Levels, scales: Array, levels: int, offset: int = BYTE_OFFSET) -> Weights:
     """Lays a matrix out for the kernel.
 
     Args:
@@ -90,21 +90,51 @@ def _aligned(shape: tuple[int, ...]) -> _Bytes:
     return raw[skip : skip + size].reshape(shape)
 
 
+def empty_stack(weights: Weights, count: int) -> Weights:
+    """Room for so many matrices of one shape: arrays that have the matrix first."""
+    scales = np.empty((count, *weights.scales.shape), np.float32)
+    return weights._replace(stored=_aligned((count, *weights.stored.shape)), scales=scales)
+
+
+def move(weights: Weights, stack: Weights, i: int) -> Weights:
+    """Copies a matrix to its place in a stack; a view of that."""
+    stack.stored[i], stack.scales[i] = weights.stored, weights.scales
+    return weights._replace(stored=stack.stored[i], scales=stack.scales[i])
+
+
 @compiled()
-def empty_levels(count: int, weights: Weights) -> tuple[_Levels, _Numbers]:
-    """Room for so many rows, as the kernel reads them: levels in blocks of [quads, rows, 4 features], and where the
-    sums of each row's groups begin."""
+def one(weights: Weights, i: int) -> Weights:
+    """One matrix of a stack, a view."""
+    return Weights(
+        weights.stored[i], weights.scales[i], weights.features, weights.outputs, weights.levels, weights.offset
+    )
+
+
+@compiled()
+def block(left: int) -> int:
+    """How many of the rows that are left are multiplied together: 8, 4, 2 or 1."""
+    rows = BLOCK
+    while rows > left:
+        rows //= 2
+    return rows
+
+
+@compiled()
+def empty_levels(count: int, weights: Weights) -> tuple[Levels, Sums]:
+    """Room for so many rows: levels in blocks of [quads, rows, 4 features], and where each group's sums begin."""
     quads = weights.stored.shape[1] * (2 if weights.offset == NIBBLE_OFFSET else 1)
     return np.empty(count * quads * 4, np.int8), np.empty((count, weights.scales.shape[1]), np.int32)
 
 
 @compiled()
-def set_levels(row: Array, n: int, weights: Weights, levels: _Levels, begin: _Numbers) -> None:
+def set_levels(row: Array, n: int, weights: Weights, levels: Levels, begin: Sums) -> None:
     """Rounds row `n` to its place in what `empty_levels` gave."""
     count, groups = begin.shape
     quads = len(levels) // (4 * count)
-    first = n // BLOCK * BLOCK
-    together = min(count - first, BLOCK)
+    first, together = 0, block(count)
+    while n >= first + together:
+        first += together
+        together = block(count - first)
     rounded = np.zeros(quads * 4, np.int8)
     factor = np.float32(weights.levels)
     for i in range(len(row)):
@@ -121,7 +151,7 @@ def set_levels(row: Array, n: int, weights: Weights, levels: _Levels, begin: _Nu
 
 
 @compiled()
-def multiply(levels: _Levels, begin: _Numbers, weights: Weights, threads: int) -> Array:
+def multiply(levels: Levels, begin: Sums, weights: Weights, threads: int) -> Array:
     """Products [rows, 32 x tiles]; those beyond the outputs mean nothing."""
     stored, scales, nibbles = weights.stored, weights.scales, weights.offset == NIBBLE_OFFSET
     out = np.empty((len(begin), len(stored) * TILE), np.float32)
@@ -134,19 +164,19 @@ def multiply(levels: _Levels, begin: _Numbers, weights: Weights, threads: int) -
 
 @compiled(parallel=True)
 def _stretches(
-    levels: _Levels, begin: _Numbers, stored: _Bytes, scales: Array, nibbles: bool, out: Array, threads: int
+    levels: Levels, begin: Sums, stored: _Bytes, scales: Array, nibbles: bool, out: Array, threads: int
 ) -> None:
     """Each thread takes a stretch of the tiles."""
     tiles = len(stored)
-    for thread in numba.prange(threads):
-        _stretch(
-            levels, begin, stored, scales, nibbles, out, tiles * thread // threads, tiles * (thread + 1) // threads
-        )
+    for i in numba.prange(threads):
+        thread = np.int64(i)
+        start, end = tiles * thread // threads, tiles * (thread + 1) // threads
+        _stretch(levels, begin, stored, scales, nibbles, out, start, end)
 
 
 @compiled()
 def _stretch(
-    levels: _Levels, begin: _Numbers, stored: _Bytes, scales: Array, nibbles: bool, out: Array, start: int, end: int
+    levels: Levels, begin: Sums, stored: _Bytes, scales: Array, nibbles: bool, out: Array, start: int, end: int
 ) -> None:
     """Products for the tiles from `start` to `end`."""
     (count, groups), length = begin.shape, out.shape[1]
@@ -154,10 +184,12 @@ def _stretch(
     row = len(levels) // count
     for t in range(start, end):
         w, s = stored[t].ctypes.data, scales[t].ctypes.data
-        for n in range(0, count, BLOCK):
-            left = min(count - n, BLOCK)
+        n = 0
+        while n < count:
+            rows = block(count - n)
             a, c, to = levels[n * row :].ctypes.data, begin[n].ctypes.data, out[n, t * TILE :].ctypes.data
             if nibbles:
-                nibble_tile(left, a, c, w, s, groups, turns, to, length)
+                nibble_tile(rows, a, c, w, s, groups, turns, to, length)
             else:
-                byte_tile(left, a, c, w, s, groups, turns, to, length)
+                byte_tile(rows, a, c, w, s, groups, turns, to, length)
+            n += rows

@@ -1,12 +1,14 @@
-"""Attention of one row at a time over the slots that it sees, compiled by numba; see `row_stable`."""
+"""Attention of rows over the slots that each sees, compiled by numba; see `row_stable`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 
-from langchain_card.runtime.row_kernels import Array, exp, row_wise
+from langchain_card.runtime.compiled import Array, Slots, compiled, row_wise
+from langchain_card.runtime.row_kernels import exp
 
 
 @row_wise
@@ -68,46 +70,94 @@ def _to_chances(scores: Array, factor: Any, cap: Any, count: int, bits: Any) -> 
     scores[count:] = 0
 
 
-@row_wise
-def attend(
-    q: Array, keys: Array, values: Array, first: Any, starts: Any, paths: Any, ends: Any,
-    window: int, scaling: float, softcap: float, rows: Any, out: Array,
-) -> None:  # fmt: skip
-    """Attention of rows, each over what it sees, in order of position.
+class Seen(NamedTuple):
+    """What the rows of a step see, and where they go.
+
+    Attributes:
+        slots: [rows] where each row's key and value go.
+        first: [rows] slot of each row's position 0; its committed positions follow.
+        starts: [rows] how many of those it sees.
+        paths: slots of what it sees after them, of all rows, one row after another.
+        ends: [rows] where in `paths` each row's end.
+    """
+
+    slots: Slots
+    first: Slots
+    starts: Slots
+    paths: Slots
+    ends: Slots
+
+
+class Heads(NamedTuple):
+    """What a layer wants of its attention; see `rows.Heads`.
+
+    Attributes:
+        window: how many of the last positions a row sees, at most.
+        scaling: of the scores.
+        softcap: bound that they are bent to; 0 for none.
+    """
+
+    window: int
+    scaling: float
+    softcap: float
+
+
+@compiled()
+def attend(q: Array, k: Array, v: Array, kv: Array, seen: Seen, heads: Heads, threads: int) -> Array:
+    """Writes rows' keys and values, and attends; each row over what it sees, in order of position.
 
     A row's arithmetic depends on nothing but its query and the keys and values that it sees: not on where they lie, nor
     on which of them came in the same step.
 
     Args:
         q: [rows, heads, head_dim], float32 or float64 as all that follows.
-        keys: [kv_heads, slots, head_dim].
-        values: likewise.
-        first: [rows] slot of each row's position 0; its committed positions follow.
-        starts: [rows] how many of those it sees.
-        paths: slots of what it sees after them, of all rows, one row after another.
-        ends: [rows] where in `paths` each row's end.
-        window: how many of the last positions a row sees, at most.
-        scaling: of the scores.
-        softcap: bound that they are bent to; 0 for none.
-        rows: which rows to attend for.
-        out: [rows, heads, head_dim], filled for those.
+        k: [rows, kv_heads, head_dim].
+        v: likewise.
+        kv: [2, kv_heads, slots, head_dim], keys and values of a layer.
+        seen: of the rows.
+        heads: of the layer.
+        threads: of `compiled.cores`.
+
+    Returns:
+        [rows, heads, head_dim].
     """
-    group = q.shape[1] // keys.shape[0]
-    factor, cap = q.dtype.type(scaling), q.dtype.type(softcap)
-    for n in rows:
-        begin = ends[n - 1] if n else 0
-        total = starts[n] + ends[n] - begin
-        low = max(total - window, 0)
+    for n in range(len(q)):
+        kv[0, :, seen.slots[n]] = k[n]
+        kv[1, :, seen.slots[n]] = v[n]
+    out = np.empty_like(q)
+    if threads == 1:
+        _attend(q, kv, seen, heads, out, 0, 1)
+    else:
+        _attend_together(q, kv, seen, heads, out, threads)
+    return out
+
+
+@compiled(parallel=True)
+def _attend_together(q: Array, kv: Array, seen: Seen, heads: Heads, out: Array, threads: int) -> None:
+    for thread in numba.prange(threads):
+        _attend(q, kv, seen, heads, out, np.int64(thread), threads)
+
+
+@row_wise
+def _attend(q: Array, kv: Array, seen: Seen, heads: Heads, out: Array, thread: int, threads: int) -> None:
+    """A thread's share of rows and heads."""
+    kv_heads = kv.shape[1]
+    group = q.shape[1] // kv_heads
+    factor, cap = q.dtype.type(heads.scaling), q.dtype.type(heads.softcap)
+    for unit in range(thread, len(q) * kv_heads, threads):
+        n, of = unit // kv_heads, unit % kv_heads
+        begin = seen.ends[n - 1] if n else 0
+        total = seen.starts[n] + seen.ends[n] - begin
+        low = max(total - heads.window, 0)
         count = total - low
         padded = (count + 3) // 4 * 4
         slots, scores = np.zeros(padded, dtype=np.int64), np.empty(padded, dtype=q.dtype)
         bits = np.empty(padded, dtype=np.int32)
         for j in range(count):
             at = low + j
-            slots[j] = first[n] + at if at < starts[n] else paths[begin + at - starts[n]]
+            slots[j] = seen.first[n] + at if at < seen.starts[n] else seen.paths[begin + at - seen.starts[n]]
         slots[count:] = slots[0]
-        for h in range(q.shape[1]):
-            of = h // group
-            _score(q[n, h], keys[of], slots, scores)
+        for h in range(of * group, of * group + group):
+            _score(q[n, h], kv[0, of], slots, scores)
             _to_chances(scores, factor, cap, count, bits)
-            _mix(scores, values[of], slots, out[n, h])
+            _mix(scores, kv[1, of], slots, out[n, h])

@@ -1,40 +1,18 @@
-"""What a decoder layer does to its rows between the matrix products, each in one pass over a row; compiled by numba.
+"""What a decoder layer does to a row between the matrix products; compiled by numba.
 
-On a CPU a step of a small model is half small operations: dozens a layer, each with its own dispatch, and all of them
-cold, because the weights have just been read through the caches. Here a row is normed, rotated and scaled to the range
-of the integer kernel at once, and every row by itself, so that its bits never depend on its neighbours.
-
-Arrays are float32 and contiguous. "Scaled" rows lie in [-1, 1] and are rotated in blocks (`int8.rotate`); `scale`, one
-number a row, takes them back.
+Every row is treated by itself, so that its bits never depend on its neighbours. Arrays are float32 and contiguous. A
+"scaled" row lies in [-1, 1] and is rotated in blocks (`int8.rotate`); its scale, one number, takes it back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
+from langchain_card.runtime.compiled import Array, row_wise
 
 BLOCK = 64  # features rotated together; `int8.ROTATED_BLOCK`
-
-
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compiles a function that leaves Python's lock; what was compiled is kept on disk, where there is a place."""
-
-    def compile_now(function: Callable[..., Any]) -> Any:
-        try:
-            return numba.njit(nogil=True, cache=True, **options)(function)
-        except RuntimeError:  # no such place
-            return numba.njit(nogil=True, **options)(function)
-
-    return compile_now
-
-
-# Sums may be split over vector lanes, the same way for every row; nobody asks which NaN or zero it was.
-row_wise = compiled(error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz"})
 
 _ONE, _TINY, _HALF = np.float32(1.0), np.float32(1e-30), np.float32(0.5)
 _ROOT = np.float32(1 / 8)  # of BLOCK: the butterflies below leave each block 8 times too large
@@ -57,8 +35,8 @@ def _largest_magnitude(bits: Any) -> np.float32:
 
 
 @row_wise
-def _rotate_and_scale(row: Array) -> np.float32:
-    """In place: rotates whole blocks and divides by the largest magnitude, which is returned."""
+def scale_row(row: Array) -> np.float32:
+    """In place: rotates whole blocks and divides by the largest magnitude; returns the scale."""
     factor, half = _ONE, BLOCK // 2
     if len(row) % BLOCK == 0:
         factor, other = _ROOT, np.empty(BLOCK, dtype=np.float32)
@@ -80,39 +58,14 @@ def _rotate_and_scale(row: Array) -> np.float32:
 
 
 @row_wise
-def scaled(x: Array, out: Array, scale: Array) -> None:
-    """Scaled rows of `x` [rows, features] into `out`, and their scales [rows]."""
-    for n in range(len(x)):
-        row = out[n]
-        for i in range(len(row)):
-            row[i] = x[n, i]
-        scale[n] = _rotate_and_scale(row)
-
-
-@row_wise
-def _norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
+def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
+    """RMS norm."""
     total = np.float32(0.0)
     for i in range(len(x)):
         total += x[i] * x[i]
     factor = _ONE / np.sqrt(total / np.float32(len(x)) + eps)
     for i in range(len(x)):
         out[i] = weight[i] * (x[i] * factor)
-
-
-@row_wise
-def normed(x: Array, weight: Array, eps: np.float32, out: Array, scale: Array) -> None:
-    """RMS-normed, then scaled rows of `x` [rows, features]."""
-    for n in range(len(x)):
-        _norm_row(x[n], weight, eps, out[n])
-        scale[n] = _rotate_and_scale(out[n])
-
-
-@row_wise
-def add(x: Array, y: Array, scale: Array) -> None:
-    """Adds products `y` [rows, features] of scaled rows, brought back by `scale`, to `x`, in place."""
-    for n in range(len(x)):
-        for i in range(x.shape[1]):
-            x[n, i] += y[n, i] * scale[n]
 
 
 @row_wise
@@ -136,71 +89,59 @@ def exp(row: Array, bits: Any) -> None:
 
 
 @row_wise
-def gated(y: Array, scale: Array, out: Array, out_scale: Array, bits: Any) -> None:
-    """Scaled rows of SiLU(gate) * up.
+def gate_row(y: Array, factor: np.float32, out: Array, bits: Any) -> None:
+    """SiLU(gate) * up.
 
     Args:
-        y: [rows, 2 features], products of scaled rows: gates, then ups.
-        scale: [rows] of those rows.
-        out: [rows, features].
-        out_scale: [rows].
+        y: at least 2 x features, products of a scaled row: gates, then ups.
+        factor: the scale of that row.
+        out: [features].
         bits: int32 [features], scratch.
     """
-    size = out.shape[1]
-    for n in range(len(y)):
-        gate, up, row, factor = y[n, :size], y[n, size:], out[n], scale[n]
-        for i in range(size):
-            row[i] = min(-gate[i] * factor, _EXP_LIMIT)
-        exp(row, bits)
-        for i in range(size):
-            row[i] = (gate[i] * factor) / (_ONE + row[i]) * (up[i] * factor)
-        out_scale[n] = _rotate_and_scale(row)
+    size = len(out)
+    gate, up = y[:size], y[size : 2 * size]
+    for i in range(size):
+        out[i] = min(-gate[i] * factor, _EXP_LIMIT)
+    exp(out, bits)
+    for i in range(size):
+        out[i] = (gate[i] * factor) / (_ONE + out[i]) * (up[i] * factor)
 
 
 @row_wise
-def heads(
-    y: Array,
-    scale: Array,
-    bias: Array,
-    cos: Array,
-    sin: Array,
-    norms: Array,
-    eps: np.float32,
-    q: Array,
-    k: Array,
-    v: Array,
-) -> None:
-    """Queries and keys, rotated to their positions, and values.
+def split_heads(
+    y: Array, factor: np.float32, bias: Array, cos: Array, sin: Array, norms: Array, eps: np.float32,
+    q: Array, k: Array, v: Array,
+) -> None:  # fmt: skip
+    """Queries and keys, rotated to their position, and values, of one row.
 
     Args:
-        y: [rows, all heads x head_dim], products of scaled rows: queries, keys, values.
-        scale: [rows] of those rows.
-        bias: [as one row of `y`], or empty.
-        cos: [rows, head_dim], cosines of the rows' positions.
+        y: [all heads x head_dim] at least, products of a scaled row: queries, keys, values.
+        factor: the scale of that row.
+        bias: [all heads x head_dim], or empty.
+        cos: [head_dim], cosines of the row's position.
         sin: likewise.
         norms: [2, head_dim] weights of an RMS norm for queries and keys (Qwen 3), or empty.
         eps: of those norms.
-        q: [rows, heads, head_dim], to be filled.
+        q: [heads, head_dim], to be filled.
         k: likewise.
         v: likewise.
     """
-    num_q, size, half = q.shape[1], q.shape[2], q.shape[2] // 2
-    num_k = k.shape[1]
-    row = np.empty(y.shape[1], dtype=np.float32)
-    for n in range(len(y)):
+    (num_q, size), num_k = q.shape, len(k)
+    half = size // 2
+    row = np.empty((num_q + 2 * num_k) * size, dtype=np.float32)
+    for i in range(len(row)):
+        row[i] = y[i] * factor
+    if len(bias):
         for i in range(len(row)):
-            row[i] = y[n, i] * scale[n]
-        if len(bias):
-            for i in range(len(row)):
-                row[i] += bias[i]
-        for h in range(num_q + num_k):
-            own = row[h * size : (h + 1) * size]
-            if len(norms):
-                _norm_row(own, norms[0 if h < num_q else 1], eps, own)
-            out = q[n, h] if h < num_q else k[n, h - num_q]
-            for i in range(half):
-                out[i] = own[i] * cos[n, i] - own[i + half] * sin[n, i]
-                out[i + half] = own[i + half] * cos[n, i + half] + own[i] * sin[n, i + half]
-        for h in range(num_k):
-            start = (num_q + num_k + h) * size
-            v[n, h] = row[start : start + size]
+            row[i] += bias[i]
+    for h in range(num_q + num_k):
+        own = row[h * size : (h + 1) * size]
+        if len(norms):
+            norm_row(own, norms[0 if h < num_q else 1], eps, own)
+        out = q[h] if h < num_q else k[h - num_q]
+        for i in range(half):
+            out[i] = own[i] * cos[i] - own[i + half] * sin[i]
+            out[i + half] = own[i + half] * cos[i + half] + own[i] * sin[i + half]
+    for h in range(num_k):
+        start = (num_q + num_k + h) * size
+        v[h] = row[start : start + size]

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 import transformers as t
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime import fbgemm, int8_weights, row_attention, row_kernels
+from langchain_card.runtime import int8_weights, product_kernel, row_attention, row_kernels
+from langchain_card.runtime.fused_layers import FusedLayer, FusedStack
 from langchain_card.runtime.int8 import rotate
-from langchain_card.runtime.integer_layers import FusedLayer
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(not fbgemm.runs_here(), reason="this build of torch has no int8 kernel")
+pytestmark = pytest.mark.skipif(product_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(70)]
 SHAPE = tiny._SHAPE
@@ -77,6 +77,16 @@ def test_layers_of_the_common_kind_are_replaced(folder: str, monkeypatch: pytest
     assert (a - b).norm() < 0.02 * b.norm()
 
 
+@pytest.mark.parametrize("folder", ["qwen2", "qwen3", "mistral"], indirect=True)
+def test_one_by_one_they_give_the_same_bits_as_in_one_call(folder: str) -> None:
+    model = load_model(resolve(EngineConfig(folder, None, quantization="int8")).target)
+    (stack,) = model.get_decoder().layers
+    assert isinstance(stack, FusedStack)
+    together = logits(model)
+    model.get_decoder().layers = stack.layers
+    assert torch.equal(logits(model), together)
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_others_stay_what_they_are(name: str, tmp_path: Any) -> None:
     folder = tiny.save_random(ODD[name](), tmp_path)
@@ -96,8 +106,10 @@ def test_planted_layer_that_computes_something_else_is_not_taken(
         if planted == "norms":
             self._norms.reverse()
         elif planted == "rotation":
-            own = self._at_positions
-            self._at_positions = lambda y, scale, cos_sin: own(y, scale, (cos_sin[0], -cos_sin[1]))
+            own = self.forward
+            self.forward = lambda x, position_embeddings, step: own(
+                x, position_embeddings=(position_embeddings[0], -position_embeddings[1]), step=step
+            )
         elif planted == "bias":
             self._bias = self._bias * 0
         else:
@@ -115,12 +127,16 @@ def test_passes_compute_what_torch_does() -> None:
         x = torch.randn(5, size, generator=generator) * torch.logspace(-3, 3, 5)[:, None]
         weight = torch.rand(size, generator=generator)
         out, scale = np.empty((5, size), np.float32), np.empty(5, np.float32)
-        row_kernels.normed(x.numpy(), weight.numpy(), np.float32(1e-6), out, scale)
+        for n in range(5):
+            row_kernels.norm_row(x[n].numpy(), weight.numpy(), np.float32(1e-6), out[n])
+            scale[n] = row_kernels.scale_row(out[n])
         assert abs(out).max() == pytest.approx(1)
         wanted = rotate(F.rms_norm(x, (size,), weight, 1e-6))
         torch.testing.assert_close(torch.from_numpy(out * scale[:, None]), wanted, rtol=1e-4, atol=1e-5)
         y, factor = 9 * torch.randn(5, 2 * size, generator=generator), torch.rand(5, generator=generator)
-        row_kernels.gated(y.numpy(), factor.numpy(), out, scale, np.empty(size, np.int32))
+        for n in range(5):
+            row_kernels.gate_row(y[n].numpy(), factor[n].numpy()[()], out[n], np.empty(size, np.int32))
+            scale[n] = row_kernels.scale_row(out[n])
         gate, up = (y * factor[:, None]).split(size, dim=1)
         wanted = rotate(F.silu(gate) * up)
         torch.testing.assert_close(torch.from_numpy(out * scale[:, None]), wanted, rtol=1e-4, atol=1e-4)
@@ -137,7 +153,8 @@ def test_exponentials_over_all_that_may_come() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("softcap", "shift"), [(0.0, 0.0), (3.0, 0.0), (200.0, -110.0)])
 @pytest.mark.parametrize("window", [1 << 62, 7])
-def test_attention_is_that_of_torch(dtype: Any, softcap: float, shift: float, window: int) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_is_that_of_torch(dtype: Any, softcap: float, shift: float, window: int, threads: int) -> None:
     """Two rows on a path of four, behind 21 positions; the others' slots hold what must not be seen."""
     generator = np.random.default_rng(0)
     q = generator.standard_normal((2, 6, 16)).astype(dtype)
@@ -146,12 +163,14 @@ def test_attention_is_that_of_torch(dtype: Any, softcap: float, shift: float, wi
     for slot in {slot for path in seen for slot in path}:
         kv[:, :, slot] = generator.standard_normal((2, 3, 16))
     q[..., 0], kv[0, ..., 0] = 1, shift / 0.3  # moves all scores far from the cap, where exponentials end
-    out = np.zeros_like(q)
-    ends = np.array([2, 6])
-    row_attention.attend(
-        q, kv[0], kv[1], np.array([10, 10]), np.array([21, 21]), np.array([2, 5, 2, 7, 8, 3]), ends,
-        window, 0.3, softcap, np.arange(2), out,
-    )  # fmt: skip
+    own = np.array([path[-1] for path in seen])
+    k, v = kv[:, :, own].transpose(0, 2, 1, 3).copy()
+    kv[:, :, own] = math.nan
+    rows = row_attention.Seen(
+        own, np.array([10, 10]), np.array([21, 21]), np.array([2, 5, 2, 7, 8, 3]), np.array([2, 6])
+    )
+    heads = row_attention.Heads(window, 0.3, softcap)
+    out = row_attention.attend(q, k, v, kv, rows, heads, threads)
     for row in range(2):
         key, value = torch.from_numpy(kv[:, :, seen[row][-window:]]).repeat_interleave(2, dim=1)
         scores = torch.einsum("hd,hkd->hk", torch.from_numpy(q[row]), key) * 0.3
