@@ -182,3 +182,35 @@ class Told(Controller):
     ) -> None:
         self.since = [*getattr(self, "since", []), since_last or 0.0]
         super().saw_pass(load, requests, rows, tokens, elapsed, since_last)
+
+
+def measured(parallel: tuple[float, float, float], sequential: tuple[float, float, float], hits: int) -> Controller:
+    """A policy that saw passes of one row and of eight, and draft steps, of these seconds; and `hits` of ten tokens."""
+    policy = Controller(shared_device=True, overlaps=True)
+    for schedule, (one, eight, step) in (("parallel", parallel), ("sequential", sequential)):
+        load = Load(schedule)  # type: ignore[arg-type]
+        for _ in range(40):
+            policy.saw_pass(load, 1, 1, 1, one, one)
+            policy.saw_pass(load, 1, 8, 4, eight, eight)
+            policy.saw_draft_step(load, 1, 1, step)
+    for i in range(600):
+        policy.saw_token(hit=i % 10 < hits)
+    return policy
+
+
+def test_auto_is_the_schedule_that_measured_steps_make_faster() -> None:
+    overlap_pays = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9)
+    assert overlap_pays.schedule("auto", has_drafters=True) == "parallel"
+    cores_are_few = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
+    assert cores_are_few.schedule("auto", has_drafters=True) == "sequential"
+    assert cores_are_few.schedule("parallel", has_drafters=True) == "parallel", "who asks is not overruled"
+    assert cores_are_few.schedule("auto", has_drafters=True, running="parallel") == "parallel", "all run alike"
+    assert cores_are_few.schedule("auto", has_drafters=False) == "plain"
+
+
+def test_auto_tries_what_was_never_measured_and_seldom_what_is_slower() -> None:
+    fresh = Controller(shared_device=True, overlaps=True)
+    assert fresh.schedule("auto", has_drafters=True) == "parallel"
+    policy = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
+    ran = [policy.schedule("auto", has_drafters=True) for _ in range(200)]
+    assert [i for i, schedule in enumerate(ran) if schedule == "parallel"] == [32, 97]

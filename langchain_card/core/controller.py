@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from langchain_card.config import Limits, Pins, Schedule
-from langchain_card.core.costs import ROW_COST, CostModel, Mean
+from langchain_card.core.costs import ROW_COST, SIZE_DECAY, CostModel, Mean, Probe
 
 NARROW_STEPS = 2
 """Draft steps after a miss that expand one node only."""
@@ -48,8 +48,14 @@ class Leave(NamedTuple):
 class Policy(Protocol):
     """What the coordinator asks before it decides, and what it tells of what happened. Times in seconds."""
 
-    def schedule(self, asked: Schedule, *, has_drafters: bool) -> Schedule:
-        """The schedule that runs when `asked` is; never "auto"."""
+    def schedule(self, asked: Schedule, *, has_drafters: bool, running: Schedule | None = None) -> Schedule:
+        """The schedule that a request runs under; never "auto".
+
+        Args:
+            asked: by the request.
+            has_drafters: whether there are any.
+            running: the schedule of the requests that run already, if any do.
+        """
 
     def leave(self, load: Load, *, hit: bool) -> Leave:
         """Under `parallel` the draft steps that come with a correction; under `sequential` one, granted when it pays.
@@ -101,25 +107,60 @@ class Controller:
 
     Args:
         shared_device: whether draft and target compete for one device, so that overlap gains nothing (docs/LOG.md).
+        overlaps: whether it may gain all the same, because the device has cores for both: `auto` then measures.
         limits: bounds of leads and widths.
         pins: choices that are not left to it.
     """
 
     shared_device: bool
+    overlaps: bool = False
     limits: Limits = field(default_factory=Limits)
     pins: Pins = field(default_factory=Pins)
 
     def __post_init__(self) -> None:
         self.costs: dict[tuple[Schedule, int], CostModel] = {}
         self.draft_hits = Mean(prior=0.9, weight=5)
+        self.usual_hits = Mean(prior=0.9, weight=5, decay=SIZE_DECAY)
+        self.trials: dict[Schedule, Probe] = {"parallel": Probe(), "sequential": Probe()}
 
-    def schedule(self, asked: Schedule, *, has_drafters: bool) -> Schedule:
-        """The asked one; on one device `auto` means `sequential`."""
+    def schedule(self, asked: Schedule, *, has_drafters: bool, running: Schedule | None = None) -> Schedule:
+        """The asked one; `auto` means `parallel`, on one device `sequential`, and where both may be best the faster.
+
+        Requests that run together run alike. The slower one gets a trial after 32 requests, then after 64, 128, ...
+        """
         if not has_drafters:
             return "plain"
-        if asked == "auto":
+        if asked != "auto":
+            return asked
+        if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
-        return asked
+        if running in self.trials:
+            return running
+        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, self._seconds_a_token(schedule)))
+        for schedule, trial in self.trials.items():
+            trial.seen() if schedule == chosen else trial.missed()
+        return chosen
+
+    def _seconds_a_token(self, schedule: Schedule) -> float:
+        """Of one answer, expected from the times of steps alone; 0 where they were never measured.
+
+        Texts differ more than schedules do, so that the speeds of two answers say little. A chain of `lead` candidates,
+        each right as often as drafts usually are, is verified in a pass; drafting it takes time of its own, or the
+        passes' time. A miss costs `parallel` what was drafted meanwhile.
+        """
+        costs, right = self.costs_of(Load(schedule)), min(self.usual_hits.value, 0.99)
+        step = costs.draft_share(1)
+        if not step or not costs.target.at(1):
+            return 0.0
+        found = []
+        for lead in range(1, self.limits.max_lead + 1):
+            tokens = (1 - right ** (lead + 1)) / (1 - right)
+            elapsed = costs.target.at(lead + 1)
+            if schedule == "parallel":
+                found.append(max(elapsed, lead * step) / (1 + right * (tokens - 1)))
+            else:
+                found.append((elapsed + lead * step) / tokens)
+        return min(found)
 
     def leave(self, load: Load, *, hit: bool) -> Leave:
         """Under `parallel` the draft never stops: after a miss narrow steps, which bring candidates fast, then wide.
@@ -207,6 +248,7 @@ class Controller:
     def saw_token(self, *, hit: bool) -> None:
         """Learns how often a drafter is right."""
         self.draft_hits.add(hit)
+        self.usual_hits.add(hit)
 
     def costs_of(self, load: Load) -> CostModel:
         """Loads of about the same size share what they learn."""

@@ -204,7 +204,8 @@ class Coordinator:
     def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
         """Starts a request on the target and on the drafters that are there, or lets it go on."""
         if not state.incarnation:
-            state.schedule = self.policy.schedule(state.schedule, has_drafters=bool(self.sources))
+            asked, running = state.schedule, self.scheduler.schedule_beside(state)
+            state.schedule = self.policy.schedule(asked, has_drafters=bool(self.sources), running=running)
             state.stats.schedule, state.stats.started = state.schedule, now
         state.kept_rows = ()
         begin = self._begin_on(m.TARGET, state)

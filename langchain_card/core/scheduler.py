@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from langchain_card.config import Limits
+from langchain_card.config import Limits, Schedule
 from langchain_card.core.controller import Load
 from langchain_card.core.request import RequestState
 
@@ -75,6 +75,10 @@ class Scheduler:
     def load(self, state: RequestState) -> Load:
         """What the policy is asked about where it decides for this request."""
         return Load(state.schedule, len(self.running))
+
+    def schedule_beside(self, state: RequestState) -> Schedule | None:
+        """The schedule of what runs beside a request."""
+        return next((other.schedule for other in self.running.values() if other is not state), None)
 
     def unpause(self) -> None:
         """Lets every request go on, whether its consumer reads or not."""

@@ -31,7 +31,7 @@ from langchain_card.runtime.files import Progress, Silent
 from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model, resolve
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.threads import ThreadPlan, use_threads
+from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -91,7 +91,8 @@ class Engine:
         makers = transport_makers(self.config, pair, threads, draft)
         shared = pair.draft is None or pair.draft.device == pair.target.device
         sources = [Source(name, paced=name == "model") for name in makers]
-        policy = Controller(shared_device=shared, limits=limits, pins=self.config.pins)
+        overlaps = pair.target.device.type == "cpu" and num_cores() > 1
+        policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=self.config.pins)
         core = Coordinator(sources, limits, policy, pair.vocab_size, chains=strict)
         driver = Driver(core, make_target, makers)
         held.callback(_close_transports, driver)

@@ -224,7 +224,7 @@ class FixedPolicy:
     def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0) -> None:
         self._widths, self._patience = widths, patience
 
-    def schedule(self, asked: Schedule, *, has_drafters: bool) -> Schedule:
+    def schedule(self, asked: Schedule, *, has_drafters: bool, running: Schedule | None = None) -> Schedule:
         """The asked one."""
         return asked if has_drafters else "plain"
 
