@@ -1,6 +1,7 @@
-"""Where a step of the built-in pair goes on this CPU: `python benchmarks/steps.py` (three minutes on two cores).
+"""Where a step of the built-in pair goes on this CPU: `python benchmarks/steps.py` (two minutes on two cores).
 
-Steps of target and draft by rows, then the time of one row and of eight by part. Medians of 20.
+Steps of target and draft by rows, all sizes in turn, medians of 20: the whole step, of which compiled layers, of which
+matrix products (timed alone, on one thread too), the head, and the rest, which is Python and transformers.
 """
 
 import gc
@@ -8,35 +9,20 @@ import statistics
 from collections.abc import Callable
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime import integer_layers, row_kernels, row_stable
+from langchain_card.runtime import row_layers
+from langchain_card.runtime.compiled import cores
 from langchain_card.runtime.loader import load_model, resolve
+from langchain_card.runtime.products import empty_levels, multiply
+from langchain_card.runtime.row_stable import RowStablePlan
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import num_cores
 
 CONTEXT, WIDTHS, RUNS = 200, (1, 2, 4, 8, 16), 20
-
-
-class Meter:
-    """Seconds within functions, by name; those within others are counted twice."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def around(self, owner: object, name: str, label: str) -> None:
-        function = getattr(owner, name)
-
-        def timed(*args, **kwargs):
-            started = perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[label] = self.seconds.get(label, 0.0) + perf_counter() - started
-
-        setattr(owner, name, timed)
 
 
 def stepper(model, width: int) -> Callable[[], None]:
@@ -47,44 +33,77 @@ def stepper(model, width: int) -> Callable[[], None]:
     return lambda: runner.step([rows])
 
 
-def median(step: Callable[[], None]) -> float:
-    """Milliseconds."""
-    times = []
-    for _ in range(RUNS + 2):
+def products(model, width: int) -> Callable[[], None]:
+    """The matrix products of all layers, on levels that are there already."""
+    (stack,) = model.get_decoder().layers
+    linear = [part.weights for layer in stack.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    levels = {weights.features: empty_levels(width, weights) for weights in linear}
+    for own, begin in levels.values():
+        own[:], begin[:] = np.random.default_rng(0).integers(-9, 9, len(own)), 0
+
+    def run() -> None:
+        with cores() as threads:
+            for weights in linear:
+                multiply(*levels[weights.features], weights, threads)
+
+    return run
+
+
+class Meter:
+    """Seconds within functions, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def around(self, owner: object, name: str, label: str) -> None:
+        function = getattr(owner, name)
+        self.seconds[label] = 0.0
+
+        def timed(*args, **kwargs):
+            started = perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[label] += perf_counter() - started
+
+        setattr(owner, name, timed)
+
+    def of(self, run: Callable[[], None]) -> list[float]:
+        """Milliseconds of a run: whole, by name, and the rest."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         started = perf_counter()
-        step()
-        times.append(1e3 * (perf_counter() - started))
-    return statistics.median(times[2:])
-
-
-def split(step: Callable[[], None]) -> str:
-    meter = Meter()
-    meter.around(integer_layers.IntegerLinear, "product", "products")
-    meter.around(row_stable.RowStablePlan, "attend", "attention")
-    for name in ("normed", "scaled", "gated", "heads", "add"):
-        meter.around(row_kernels, name, "passes")
-    step()
-    meter.seconds.clear()
-    started = perf_counter()
-    for _ in range(RUNS):
-        step()
-    total = perf_counter() - started
-    parts = {**meter.seconds, "rest": total - sum(meter.seconds.values())}
-    return "  ".join(f"{name} {1e3 * s / RUNS:.1f} ms ({100 * s / total:.0f} %)" for name, s in parts.items())
+        run()
+        whole = perf_counter() - started
+        parts = list(self.seconds.values())
+        return [1e3 * seconds for seconds in (whole, *parts, whole - sum(parts))]
 
 
 def main() -> None:
-    torch.set_num_threads(num_cores())
+    cores_here = num_cores()
+    torch.set_num_threads(cores_here)
     pair = resolve(EngineConfig())
-    models = {"target": load_model(pair.target), "draft": load_model(pair.draft)}
-    gc.collect()
-    gc.freeze()
-    for name, model in models.items():
-        for width in WIDTHS:
-            print(f"{name}, {width} rows: {median(stepper(model, width)):.1f} ms", flush=True)
-    steps = {f"{name}, {width} rows": stepper(model, width) for name, model in models.items() for width in (1, 8)}
-    for name, step in steps.items():
-        print(f"{name}: {split(step)}", flush=True)
+    meter = Meter()
+    meter.around(RowStablePlan, "decode", "layers")
+    meter.around(row_layers, "linear", "head")
+    for name, spec in (("target", pair.target), ("draft", pair.draft)):
+        model = load_model(spec)
+        steps = {width: (stepper(model, width), products(model, width)) for width in WIDTHS}
+        gc.collect()
+        gc.freeze()
+        found: dict[int, list[list[float]]] = {width: [] for width in WIDTHS}
+        for _ in range(RUNS + 2):
+            for width, (step, multiply_all) in steps.items():
+                both = [*meter.of(step), meter.of(multiply_all)[0]]
+                torch.set_num_threads(1)
+                found[width].append([*both, meter.of(step)[0]])
+                torch.set_num_threads(cores_here)
+        for width, runs in found.items():
+            whole, layers, head, rest, alone, one = (statistics.median(column) for column in zip(*runs[2:], strict=True))
+            print(
+                f"{name}, {width} rows: {whole:.1f} ms: layers {layers:.1f} (products {alone:.1f}), head {head:.1f}, "
+                f"rest {rest:.1f} ({100 * rest / whole:.0f} %); on one thread {one:.1f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

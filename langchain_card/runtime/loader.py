@@ -28,6 +28,7 @@ from langchain_card.runtime.store import ModelStore
 from langchain_card.runtime.threads import single_threaded
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_INT8_DTYPES = ("auto", "float32")
 DEFAULT_MAX_LEN = 8192
 
 
@@ -155,7 +156,9 @@ def _spec(config: EngineConfig, field: str, devices: Sequence[torch.device], pro
     if quantization == "auto":
         quantization = "int8" if name in BUILTINS and _int8_runs(config, device) else None
     elif quantization == "int8" and not _int8_runs(config, device):
-        why = f"int8 runs on a CPU in float32, not on {device} in {config.dtype}"
+        why = f"int8 runs on a CPU with AVX2 in float32, not on {device} in {config.dtype}"
+        if device.type == "cpu" and config.dtype in _INT8_DTYPES:
+            why = "int8 runs on CPUs with AVX2, which this one lacks"
         raise InvalidInputError("quantization", "int8", why, 'use quantization=None, or device="cpu"')
     if config.dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -175,7 +178,7 @@ def _spec(config: EngineConfig, field: str, devices: Sequence[torch.device], pro
 
 
 def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
-    if device.type != "cpu" or config.dtype not in ("auto", "float32"):
+    if device.type != "cpu" or config.dtype not in _INT8_DTYPES:
         return False
     from langchain_card.runtime.product_kernel import instructions  # a compiler, which float weights do not need
 
