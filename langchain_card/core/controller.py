@@ -107,15 +107,15 @@ class Controller:
 
     Args:
         shared_device: whether draft and target compete for one device, so that overlap gains nothing (docs/LOG.md).
-        overlaps: whether it may gain all the same, because the device has cores for both: `auto` then measures.
         limits: bounds of leads and widths.
         pins: choices that are not left to it.
+        overlaps: whether overlap may gain on a shared device all the same, which has cores for both: `auto` measures it.
     """
 
     shared_device: bool
-    overlaps: bool = False
     limits: Limits = field(default_factory=Limits)
     pins: Pins = field(default_factory=Pins)
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         self.costs: dict[tuple[Schedule, int], CostModel] = {}
