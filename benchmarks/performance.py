@@ -49,10 +49,10 @@ def table_of_kind(kind: str, cells: dict) -> str:
 
 
 def shared(cells: dict) -> str:
-    methods = ("plain", "sequential", "parallel")  # `auto` is `sequential` here
+    methods = ("plain", "sequential", "parallel")
     lines = [
         "### Both models on one CPU\n",
-        "| text | plain | **sequential** (what `auto` runs) | parallel |",
+        "| text | plain | sequential | parallel |",
         "| --- " * 4 + "|",
     ]
     for (trace, _), cell in sorted(cells.items()):

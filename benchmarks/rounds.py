@@ -66,7 +66,9 @@ def replay(limits):
     text, costs = joined(shipped()["code"]), load_device("h200").costs()
     library, meter = Library([text]), Meter(list)
     drafter = MeteredDrafter(library, num_slots=GPU_SLOTS, step_time=costs.draft)
-    simulation = Simulation(ToyTarget(library, costs.target), drafter, Eager(shared_device=False, limits=limits), limits)
+    simulation = Simulation(
+        ToyTarget(library, costs.target), drafter, Eager(shared_device=False, limits=limits), limits
+    )
     core, drafter.meter = simulation._core, meter
     handle, take_in = core.handle, core.intake.take_in
     core.handle = lambda event: meter(EVENTS.get(type(event), ""), handle, event)

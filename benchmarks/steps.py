@@ -1,7 +1,7 @@
 """Where a step of the built-in pair goes on this CPU: `python benchmarks/steps.py` (two minutes on two cores).
 
 Steps of target and draft by rows, all sizes in turn, medians of 20: the whole step, of which compiled layers, of which
-matrix products (timed alone, on one thread too), the head, and the rest, which is Python and transformers.
+matrix products (timed alone), the head, and the rest, which is Python and transformers; and the step on one thread.
 """
 
 import gc
@@ -36,7 +36,9 @@ def stepper(model, width: int) -> Callable[[], None]:
 def products(model, width: int) -> Callable[[], None]:
     """The matrix products of all layers, on levels that are there already."""
     (stack,) = model.get_decoder().layers
-    linear = [part.weights for layer in stack.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    linear = [
+        part.weights for layer in stack.stacked_layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    ]
     levels = {weights.features: empty_levels(width, weights) for weights in linear}
     for own, begin in levels.values():
         own[:], begin[:] = np.random.default_rng(0).integers(-9, 9, len(own)), 0
@@ -98,7 +100,9 @@ def main() -> None:
                 found[width].append([*both, meter.of(step)[0]])
                 torch.set_num_threads(cores_here)
         for width, runs in found.items():
-            whole, layers, head, rest, alone, one = (statistics.median(column) for column in zip(*runs[2:], strict=True))
+            whole, layers, head, rest, alone, one = (
+                statistics.median(column) for column in zip(*runs[2:], strict=True)
+            )
             print(
                 f"{name}, {width} rows: {whole:.1f} ms: layers {layers:.1f} (products {alone:.1f}), head {head:.1f}, "
                 f"rest {rest:.1f} ({100 * rest / whole:.0f} %); on one thread {one:.1f}",

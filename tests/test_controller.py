@@ -204,7 +204,11 @@ def test_auto_is_the_schedule_that_measured_steps_make_faster() -> None:
     cores_are_few = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
     assert cores_are_few.schedule("auto", has_drafters=True) == "sequential"
     assert cores_are_few.schedule("parallel", has_drafters=True) == "parallel", "who asks is not overruled"
-    assert cores_are_few.schedule("auto", has_drafters=True, running="parallel") == "parallel", "all run alike"
+    assert cores_are_few.schedule("auto", has_drafters=True, running="parallel") == "sequential"
+    fresh = Controller(shared_device=True, overlaps=True)
+    assert fresh.schedule("auto", has_drafters=True, running="sequential") == "sequential", (
+        "what nobody knows runs alike"
+    )
     assert cores_are_few.schedule("auto", has_drafters=False) == "plain"
 
 

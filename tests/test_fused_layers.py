@@ -40,7 +40,7 @@ ODD: dict[str, Any] = {
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A random model of an architecture, its norms and biases random, too."""
     torch.manual_seed(0)
-    config = tiny.CONFIGS[request.param]()
+    config = (tiny.FAMILIES if request.param.endswith("sliding") else tiny.CONFIGS)[request.param.split()[0]]()
     config.eos_token_id = 0
     model = t.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -77,13 +77,13 @@ def test_layers_of_the_common_kind_are_replaced(folder: str, monkeypatch: pytest
     assert (a - b).norm() < 0.02 * b.norm()
 
 
-@pytest.mark.parametrize("folder", ["qwen2", "qwen3", "mistral"], indirect=True)
+@pytest.mark.parametrize("folder", ["qwen2", "qwen3", "mistral", "qwen2 sliding", "qwen3 sliding"], indirect=True)
 def test_one_by_one_they_give_the_same_bits_as_in_one_call(folder: str) -> None:
     model = load_model(resolve(EngineConfig(folder, None, quantization="int8")).target)
     (stack,) = model.get_decoder().layers
     assert isinstance(stack, FusedStack)
     together = logits(model)
-    model.get_decoder().layers = stack.layers
+    model.get_decoder().layers = stack.stacked_layers
     assert torch.equal(logits(model), together)
 
 

@@ -109,7 +109,7 @@ class Controller:
         shared_device: whether draft and target compete for one device, so that overlap gains nothing (docs/LOG.md).
         limits: bounds of leads and widths.
         pins: choices that are not left to it.
-        overlaps: whether overlap may gain on a shared device all the same, which has cores for both: `auto` measures it.
+        overlaps: whether overlap may gain on a shared device all the same, as on a CPU's cores: `auto` measures it.
     """
 
     shared_device: bool
@@ -126,7 +126,7 @@ class Controller:
     def schedule(self, asked: Schedule, *, has_drafters: bool, running: Schedule | None = None) -> Schedule:
         """The asked one; `auto` means `parallel`, on one device `sequential`, and where both may be best the faster.
 
-        Requests that run together run alike. The slower one gets a trial after 32 requests, then after 64, 128, ...
+        The slower one gets a trial after 32 requests, then after 64, 128, ...; what begins beside others is no trial.
         """
         if not has_drafters:
             return "plain"
@@ -134,9 +134,12 @@ class Controller:
             return asked
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
-        if running in self.trials:
+        expected = {schedule: self._seconds_a_token(schedule) for schedule in self.trials}
+        if running is not None and not all(expected.values()):
             return running
-        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, self._seconds_a_token(schedule)))
+        if running is not None:
+            return min(self.trials, key=expected.__getitem__)
+        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, expected[schedule]))
         for schedule, trial in self.trials.items():
             trial.seen() if schedule == chosen else trial.missed()
         return chosen

@@ -91,7 +91,7 @@ class Engine:
         makers = transport_makers(self.config, pair, threads, draft)
         shared = pair.draft is None or pair.draft.device == pair.target.device
         sources = [Source(name, paced=name == "model") for name in makers]
-        overlaps = pair.target.device.type == "cpu" and num_cores() > 1
+        overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
         policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=self.config.pins)
         core = Coordinator(sources, limits, policy, pair.vocab_size, chains=strict)
         driver = Driver(core, make_target, makers)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numba
@@ -16,14 +18,24 @@ Slots: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 
+@functools.cache
+def _stamp() -> tuple[tuple[str, int, int], ...]:
+    """Tells versions of these files apart: what was compiled of others stays behind."""
+    files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in files)
+
+
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compiles a function that leaves Python's lock; what was compiled is kept on disk, where there is a place."""
 
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
-            return numba.njit(nogil=True, cache=True, **options)(function)
+            found = numba.njit(nogil=True, cache=True, **options)(function)
         except RuntimeError:  # no such place
             return numba.njit(nogil=True, **options)(function)
+        with contextlib.suppress(AttributeError):  # numba itself looks at the function's own file only
+            found._cache._cache_file._source_stamp = _stamp()
+        return found
 
     return compile_now
 
@@ -36,7 +48,8 @@ _alone = threading.RLock()
 @functools.cache
 def _may_meet() -> bool:
     """Whether several threads may use the pool at once; numba's own fallback has none of its better ones' care."""
-    compiled(parallel=True)(_start)(2)
+    with _alone:
+        compiled(parallel=True)(_start)(2)
     kind: Any = numba
     return bool(kind.threading_layer() != "workqueue")
 

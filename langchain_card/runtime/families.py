@@ -67,7 +67,8 @@ def kv_shape(config: Any) -> KVShape:
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of a causal language model, in order; families name the list differently."""
     layers = next(child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList))
-    return getattr(layers[0], "layers", layers)  # those of `fused_layers.FusedStack`
+    stacked: nn.ModuleList | None = getattr(layers[0], "stacked_layers", None)
+    return layers if stacked is None else stacked
 
 
 def context_length(config: Any) -> int:

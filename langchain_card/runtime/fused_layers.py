@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from langchain_card.runtime import products, row_layers
 from langchain_card.runtime.compiled import cores
 from langchain_card.runtime.integer_layers import FusedRMSNorm, IntegerLinear, IntegerPart, as_array
+from langchain_card.runtime.row_attention import Seen
 from langchain_card.runtime.row_stable import RowStablePlan, wanted
 from langchain_card.runtime.rows import Heads
 
@@ -63,13 +64,15 @@ class FusedLayer(nn.Module):
         self._head_dim: int = attention.head_dim
         self._num_heads = self.out.in_features // self._head_dim
         self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
+        if (self._num_heads + 2 * self._num_kv_heads) * self._head_dim != self.qkv.out_features:
+            raise ValueError("these are more than queries, keys and values")
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """What layers of one stack have in common."""
         linear = (self.qkv, self.out, self.gate_up, self.down)
-        sizes = [(layer.weights.stored.shape, layer.weights.scales.shape, layer.weights.levels) for layer in linear]
-        return self._num_heads, self._head_dim, len(self._bias), self._head_norms.shape, *sizes
+        sizes = [(layer.weights.scales.shape, *layer.weights[2:]) for layer in linear]
+        return self._num_heads, self._num_kv_heads, len(self._bias), self._head_norms.shape, *sizes
 
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
@@ -104,7 +107,7 @@ class FusedStack(nn.Module):
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.stacked_layers = nn.ModuleList(layers)
         first = layers[0]
         heads = [wanted(layer._heads, first._head_dim) for layer in layers]
         self._stack = row_layers.Stack(
@@ -123,13 +126,22 @@ class FusedStack(nn.Module):
             num_heads=first._num_heads,
             num_kv_heads=first._num_kv_heads,
         )
+        self._prepare(first._head_dim)
+
+    def _prepare(self, head_dim: int) -> None:
+        """Compiles what `forward` needs, or reads it from where it was kept: seconds that belong to no step."""
+        x, angles, zero = np.ones_like(self._stack.norms[0, :1]), np.ones((1, head_dim), np.float32), np.zeros(1, int)
+        kv = np.zeros((len(self.stacked_layers), 2, self._stack.num_kv_heads, 1, head_dim), np.float32)
+        seen = Seen(zero, zero, zero + 1, zero[:0], zero)
+        with cores() as threads:
+            row_layers.decode(x, self._stack, angles, angles, kv, seen, threads)
 
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
     ) -> Tensor:
         """[1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
         if not isinstance(step, RowStablePlan):
-            for layer in self.layers:
+            for layer in self.stacked_layers:
                 hidden = layer(hidden, position_embeddings=position_embeddings, step=step)
             return hidden
         hidden = hidden.clone()
@@ -170,11 +182,11 @@ def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> FusedLayer | None:
     try:
         wanted = layer(hidden, position_embeddings=cos_sin, attention_mask=None, step=own)
         fused = FusedLayer(layer, own.asked[0][1])
+        got = fused(hidden, position_embeddings=cos_sin, step=other)
     except Exception:  # it asks for more than a layer of the common kind: positions, say
         return None
     if len(own.asked) != 1 or not isinstance(wanted, Tensor) or cos_sin[0].shape[-1] != fused._head_dim:
         return None
-    got = fused(hidden, position_embeddings=cos_sin, step=other)
     same = bool(torch.linalg.vector_norm(got - wanted) <= _TOLERANCE * torch.linalg.vector_norm(wanted - hidden))
     return fused if same and own.asked == other.asked else None
 

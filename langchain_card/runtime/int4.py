@@ -12,7 +12,7 @@ import numpy as np
 
 from langchain_card.runtime import products
 from langchain_card.runtime.compiled import Array, compiled
-from langchain_card.runtime.integer_layers import IntegerLinear
+from langchain_card.runtime.integer_layers import IntegerLinear, IntegerPart
 
 GROUP = 128
 _LEVELS = 127
@@ -20,7 +20,8 @@ _LEVELS = 127
 
 def to_4_bits(model: Any) -> None:
     """Rounds the integer layers of a model, also those within fused ones, where their features are whole groups."""
-    for layer in model.modules():
+    wholes = [module.whole if isinstance(module, IntegerPart) else module for module in model.modules()]
+    for layer in dict.fromkeys(wholes):
         if isinstance(layer, IntegerLinear) and layer.in_features % GROUP == 0:
             weight, scales = layer.weights.unpack()
             rounded = np.empty_like(weight)

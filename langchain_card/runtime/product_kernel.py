@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numba
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 TILE, LANES = 32, 16
@@ -26,9 +26,9 @@ _BYTES, _SUMS, _FLOATS = (ir.VectorType(kind, count) for kind, count in ((_I8, 6
 @functools.cache
 def instructions() -> str | None:
     """What multiplies here: "avx512vnni", "avxvnni" or "avx2"; None where there is none of them."""
-    own = {f"+{name}" for name, has in llvm.get_host_cpu_features().items() if has}
     config: Any = numba.config
-    features = own if config.CPU_FEATURES is None else set(config.CPU_FEATURES.split(","))
+    of_host: Any = get_host_cpu_features
+    features = (of_host() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
     return next((name for name in ("avx512vnni", "avxvnni", "avx2") if f"+{name}" in features), None)
 
 
@@ -68,13 +68,15 @@ class _Builder:
     def dot(self, sums: Any, weights: Any, levels: Any) -> Any:
         """Adds to 16 sums four products each: of unsigned bytes with signed ones."""
         if instructions() == "avx512vnni":
-            return self.call("llvm.x86.avx512.vpdpbusd.512", _SUMS, sums, weights, levels)
+            own = (self.b.bitcast(x, sums.type) for x in (weights, levels))  # LLVM 22 takes bytes, and this still
+            return self.call("llvm.x86.avx512.vpdpbusd.512", _SUMS, sums, *own)
         halves = [self._half(*(self._part(v, i) for v in (sums, weights, levels))) for i in range(2)]
         return self.b.shuffle_vector(*halves, _SUMS(list(range(LANES))))
 
     def _half(self, sums: Any, weights: Any, levels: Any) -> Any:
         if instructions() == "avxvnni":
-            return self.call("llvm.x86.avx512.vpdpbusd.256", sums.type, sums, weights, levels)
+            own = (self.b.bitcast(x, sums.type) for x in (weights, levels))
+            return self.call("llvm.x86.avx512.vpdpbusd.256", sums.type, sums, *own)
         words = ir.VectorType(_I16, LANES)
         pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", words, weights, levels)
         return self.b.add(sums, self.call("llvm.x86.avx2.pmadd.wd", sums.type, pairs, words([1] * LANES)))

@@ -96,6 +96,7 @@ def plan_step(batch: Sequence[Rows]) -> RowStablePlan:
             ends.append(len(paths))
         if part.paths is None:
             ends += [len(paths)] * len(part.token_ids)
+    assert min(slots) >= 0 and max(slots) < batch[0].cache.pool.trash, "compiled code checks no bounds"
     return RowStablePlan(batch[0].cache.pool, row_attention.Seen(*map(_numbers, (slots, first, starts, paths, ends))))
 
 
