@@ -16,7 +16,7 @@ from langchain_card.engine import engine
 from langchain_card.engine.engine import Engine
 from langchain_card.runtime import draft_form, fused_layers, int4, product_kernel, products
 from langchain_card.runtime.int8 import quantize_rows
-from langchain_card.runtime.integer_layers import IntegerLinear
+from langchain_card.runtime.integer_layers import IntegerLinear, IntegerPart
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.testing import FixedPolicy
 
@@ -83,6 +83,18 @@ def test_drafts_get_it_and_targets_do_not(pair: tuple[str, str]) -> None:
     draft, target = load_model(found.draft), load_model(found.target)
     assert (num_nibbles(draft), num_nibbles(target)) == (2 * 4 + 1, 0)
     assert all(isinstance(layer, fused_layers.FusedStack) for layer in draft.get_decoder().layers)
+
+
+def test_stacked_layers_of_unfused_models_get_it(tmp_path: Path) -> None:
+    shape = {**tiny._SHAPE, "hidden_size": 128, "intermediate_size": 256}
+    target = tiny.save_random(t.Gemma2Config(**shape, head_dim=32), tmp_path / "target")
+    draft_model = tiny.make_draft(target, tmp_path / "draft", noise=0.02)
+    found = resolve(EngineConfig(target, draft_model, quantization="int8"))
+    assert found.draft is not None
+    draft = load_model(found.draft)
+    wholes = {id(part.whole): part.whole for part in draft.modules() if isinstance(part, IntegerPart)}
+    assert len(wholes) == 2 * 2
+    assert all(whole.weights.offset == products.NIBBLE_OFFSET for whole in wholes.values())
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])
