@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from langchain_card.runtime import product_kernel, products
+from langchain_card.runtime import compiled, product_kernel, products, row_layers
 from langchain_card.runtime.int8 import ACTIVATION_LEVELS, quantize_rows, rotate
 from langchain_card.runtime.integer_layers import IntegerLinear
 
@@ -87,6 +87,14 @@ def test_older_instructions_give_the_same_bits(older: str, tmp_path: Path) -> No
 
     before, env = OLDER[older]
     assert digest(before, env | {"NUMBA_CACHE_DIR": str(tmp_path)}) == digest("", {})
+
+
+def test_what_was_compiled_of_other_files_is_not_used() -> None:
+    """A kernel in one file is compiled into functions of others: numba alone would keep those."""
+    stamp = compiled._stamp()
+    assert {"products.py", "product_kernel.py", "row_kernels.py"} <= {name for name, _, _ in stamp}
+    for function in (products.multiply, products._stretches, row_layers.decode):
+        assert function._cache._cache_file._source_stamp == stamp
 
 
 @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100])
