@@ -142,6 +142,7 @@ def _statistics(completion: Completion, seed: int) -> dict[str, Any]:
         "rounds": stats.rounds,
         "mean_window": round(stats.mean_window, 4),
         "mean_draft_width": round(stats.mean_draft_width, 4),
+        "mean_batch_size": round(stats.mean_batch_size, 4),
         "waited": round(stats.waited / seconds, 4) if seconds else 0.0,
         "accepted_by_source": dict(stats.accepted_by_source),
         "draft_busy": round(stats.draft_busy / seconds, 4) if seconds else 0.0,

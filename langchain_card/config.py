@@ -41,7 +41,7 @@ class Limits:
         max_banned_ids: tokens that a request may ban.
         max_logprobs: likeliest tokens reported beside each token of an answer.
         max_queue: requests waiting at once.
-        max_num_seqs: requests decoded at once.
+        max_num_seqs: requests decoded at once; None for as many, up to 16, as half of the free memory has room for.
         max_step_rows: rows of one target pass: the windows of all requests, and what is left for prompts to be read.
         max_window: rows of one verification, the last committed token included.
         max_lead: candidate depth at which a drafter is given no more steps; those under way then may add as much again.
@@ -62,7 +62,7 @@ class Limits:
     max_banned_ids: int = 1024
     max_logprobs: int = 20
     max_queue: int = 512
-    max_num_seqs: int = 1
+    max_num_seqs: int | None = None
     max_step_rows: int = 512
     max_window: int = 16
     max_lead: int = 16
@@ -76,10 +76,17 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
+            if field_.name == "max_num_seqs" and self.max_num_seqs is None:
+                continue
             low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_ZERO else 1
             check_range(field_.name, getattr(self, field_.name), low, 2**31)
         hint = "max_step_rows is too small: every request that runs has a row in each pass"
-        check_range("max_num_seqs", self.max_num_seqs, 1, self.max_step_rows, hint)
+        check_range("max_num_seqs", self.num_seqs, 1, self.max_step_rows, hint)
+
+    @property
+    def num_seqs(self) -> int:
+        """`max_num_seqs`, which an engine fills in; one where nobody did."""
+        return self.max_num_seqs or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,15 @@ EXHAUSTIVE = [
     ),
     Scope("lost and repeated messages", max_tokens=5, faults={"lose": 1, "repeat": 1}, limits=SMALL),
     Scope("one after the other", max_tokens=6, schedule="sequential", faults={"kill": 1, "lose": 1}, limits=WIDE),
+    Scope("schedules change", requests=2, max_tokens=3, schedule="auto", faults={"kill": 1}, limits=SMALL),
+    Scope(
+        "schedules change and messages are lost",
+        requests=2,
+        max_tokens=2,
+        schedule="auto",
+        faults={"lose": 1, "repeat": 1},
+        limits=SMALL,
+    ),
     Scope(
         "one reader for two answers",
         requests=2,

@@ -200,21 +200,44 @@ def measured(parallel: tuple[float, float, float], sequential: tuple[float, floa
 
 def test_auto_is_the_schedule_that_measured_steps_make_faster() -> None:
     overlap_pays = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9)
-    assert overlap_pays.schedule("auto", has_drafters=True) == "parallel"
+    assert overlap_pays.auto(1, None) == "parallel"
     cores_are_few = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
-    assert cores_are_few.schedule("auto", has_drafters=True) == "sequential"
-    assert cores_are_few.schedule("parallel", has_drafters=True) == "parallel", "who asks is not overruled"
-    assert cores_are_few.schedule("auto", has_drafters=True, running="parallel") == "sequential"
+    assert cores_are_few.auto(1, None) == "sequential"
+
+
+def test_auto_changes_with_the_number_of_requests() -> None:
+    policy = measured((0.06, 0.14, 0.02), (0.055, 0.09, 0.015), hits=9)
+    assert policy.auto(1, None) == "parallel"
+    assert policy.auto(1, "parallel") == "parallel"
+    assert policy.auto(16, "parallel") == "sequential", "a pass over many rows wants all cores"
+    assert policy.auto(16, "sequential") == "sequential"
+    assert policy.auto(1, "sequential") == "parallel", "the last one of a batch"
+    assert policy.auto(1, "parallel") == "parallel"
+
+
+def test_auto_does_not_change_for_little() -> None:
+    policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.001), hits=9)
+    better, worse = policy._seconds_a_token("sequential", 2), policy._seconds_a_token("parallel", 2)
+    assert 0.85 * worse < better < worse
+    assert policy.auto(2, "parallel") == "parallel"
+    assert policy.auto(2, None) == "sequential"
+
+
+def test_several_requests_that_begin_where_nothing_is_known_have_all_cores() -> None:
     fresh = Controller(shared_device=True, overlaps=True)
-    assert fresh.schedule("auto", has_drafters=True, running="sequential") == "sequential", (
-        "what nobody knows runs alike"
-    )
-    assert cores_are_few.schedule("auto", has_drafters=False) == "plain"
+    assert fresh.auto(8, None) == "sequential"
+    assert fresh.auto(1, "sequential") == "sequential", "what nobody knows goes on as it was"
+
+
+@pytest.mark.parametrize(("shared", "schedule"), [(True, "sequential"), (False, "parallel")])
+def test_auto_elsewhere_is_what_the_devices_say(shared: bool, schedule: str) -> None:
+    policy = Controller(shared_device=shared)
+    assert {policy.auto(count, None) for count in (1, 2, 16)} == {schedule}
 
 
 def test_auto_tries_what_was_never_measured_and_seldom_what_is_slower() -> None:
     fresh = Controller(shared_device=True, overlaps=True)
-    assert fresh.schedule("auto", has_drafters=True) == "parallel"
+    assert fresh.auto(1, None) == "parallel"
     policy = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
-    ran = [policy.schedule("auto", has_drafters=True) for _ in range(200)]
+    ran = [policy.auto(1, None) for _ in range(200)]
     assert [i for i, schedule in enumerate(ran) if schedule == "parallel"] == [32, 97]

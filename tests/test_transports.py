@@ -88,3 +88,22 @@ def test_two_schedules_at_once_give_both_answers() -> None:
         ]
         for generation in open_:
             assert generation.result().token_ids == model.answer(PROMPT, 60)
+
+
+def test_a_request_may_change_between_the_schedules() -> None:
+    drafter = Watched()
+    worker = DraftWorker(drafter, lambda proposal: None, lambda request_ids: None)
+    transport = ThreadTransport(worker, name="draft", on_death=lambda error: None)
+    here = threading.current_thread().name
+    for count in range(1, 101):
+        transport.send(begin(0))
+        transport.send(m.Grow("toy", 0, (1,) * 4))
+        time.sleep(0.0005 * (count % 8))  # the thread is anywhere between two steps
+        transport.send(m.End("toy", 0))
+        transport.send(begin(0, "sequential"))
+        transport.send(m.Grow("toy", 0, (1,)))
+        transport.work()
+        assert worker.begun[0].schedule == "sequential", "what was under way has ended the new life"
+        assert drafter.steps.count((0, here)) == count
+        transport.send(m.End("toy", 0))
+    transport.close()

@@ -22,6 +22,9 @@ WAIT_SHARE = 0.6
 MIN_CHANCE = 0.002
 """Nodes that the target reaches with a smaller chance are never expanded."""
 
+STAY = 0.85
+"""Another schedule must be expected to take less than this share of the time before requests that run change to it."""
+
 FIRST_CHANCE = 0.2
 """Candidates likelier than this are verified where nothing was measured, or shall be again."""
 
@@ -48,13 +51,12 @@ class Leave(NamedTuple):
 class Policy(Protocol):
     """What the coordinator asks before it decides, and what it tells of what happened. Times in seconds."""
 
-    def schedule(self, asked: Schedule, *, has_drafters: bool, running: Schedule | None = None) -> Schedule:
-        """The schedule that a request runs under; never "auto".
+    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+        """The schedule that "auto" stands for, asked before each round.
 
         Args:
-            asked: by the request.
-            has_drafters: whether there are any.
-            running: the schedule of the requests that run already, if any do.
+            num_seqs: requests that run.
+            current: what it stands for so far; None where all of them are about to begin.
         """
 
     def leave(self, load: Load, *, hit: bool) -> Leave:
@@ -122,48 +124,59 @@ class Controller:
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.usual_hits = Mean(prior=0.9, weight=5, decay=SIZE_DECAY)
         self.trials: dict[Schedule, Probe] = {"parallel": Probe(), "sequential": Probe()}
+        self._num_seqs = 0
 
-    def schedule(self, asked: Schedule, *, has_drafters: bool, running: Schedule | None = None) -> Schedule:
-        """The asked one; `auto` means `parallel`, on one device `sequential`, and where both may be best the faster.
+    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+        """`parallel`; on one device `sequential`; and where both may be best the one that is the faster for so many.
 
-        The slower one gets a trial after 32 requests, then after 64, 128, ...; what begins beside others is no trial.
+        A request that begins alone may be a trial: both schedules are measured first, and the slower one again after
+        32 requests, 64, 128, ... Several that begin where nothing is known have all cores for each pass.
         """
-        if not has_drafters:
-            return "plain"
-        if asked != "auto":
-            return asked
+        before, self._num_seqs = self._num_seqs, num_seqs
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
-        expected = {schedule: self._seconds_a_token(schedule) for schedule in self.trials}
-        if running is not None and not all(expected.values()):
-            return running
-        if running is not None:
-            return min(self.trials, key=expected.__getitem__)
-        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, expected[schedule]))
+        if num_seqs == 1 and current is None:
+            return self._try()
+        if num_seqs == before == 1 and current is not None:
+            return current  # a trial lasts as long as its answer
+        expected = {schedule: self._seconds_a_token(schedule, num_seqs) for schedule in self.trials}
+        if not all(expected.values()):
+            return "sequential" if num_seqs > 1 or current is None else current
+        if current in expected:
+            expected[current] *= STAY
+        return min(self.trials, key=expected.__getitem__)
+
+    def _try(self) -> Schedule:
+        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, self._seconds_a_token(schedule)))
         for schedule, trial in self.trials.items():
             trial.seen() if schedule == chosen else trial.missed()
         return chosen
 
-    def _seconds_a_token(self, schedule: Schedule) -> float:
-        """Of one answer, expected from the times of steps alone; 0 where they were never measured.
+    def _seconds_a_token(self, schedule: Schedule, num_seqs: int = 1) -> float:
+        """Of so many answers, expected from the times of steps alone; 0 where they were never measured.
 
         Texts differ more than schedules do, so that the speeds of two answers say little. A chain of `lead` candidates,
         each right as often as drafts usually are, is verified in a pass; drafting it takes time of its own, or the
         passes' time. A miss costs `parallel` what was drafted meanwhile.
         """
-        costs, right = self.costs_of(Load(schedule)), min(self.usual_hits.value, 0.99)
-        step = costs.draft_share(1)
+        costs, right = self._known_costs(Load(schedule, num_seqs)), min(self.usual_hits.value, 0.99)
+        step = costs.draft.at(num_seqs)
         if not step or not costs.target.at(1):
             return 0.0
         found = []
-        for lead in range(1, self.limits.max_lead + 1):
+        for lead in range(1 if schedule == "parallel" else 0, self.limits.max_lead + 1):
             tokens = (1 - right ** (lead + 1)) / (1 - right)
-            elapsed = costs.target.at(lead + 1)
+            elapsed = costs.target.at(num_seqs * (lead + 1))
             if schedule == "parallel":
                 found.append(max(elapsed, lead * step) / (1 + right * (tokens - 1)))
             else:
                 found.append((elapsed + lead * step) / tokens)
-        return min(found)
+        return min(found) / num_seqs
+
+    def _known_costs(self, load: Load) -> CostModel:
+        """Of this load, or of one request alone, which says how long a step takes by its rows."""
+        costs = self.costs_of(load)
+        return costs if costs.target.at(1) and costs.draft.at(1) else self.costs_of(Load(load.schedule))
 
     def leave(self, load: Load, *, hit: bool) -> Leave:
         """Under `parallel` the draft never stops: after a miss narrow steps, which bring candidates fast, then wide.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from langchain_card.config import Limits
+from langchain_card.config import Limits, Schedule
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Policy
 from langchain_card.core.intake import Intake
@@ -105,8 +105,7 @@ class Coordinator:
         while (paused := self.scheduler.in_the_way()) is not None:
             effects += self._leave(paused, now)
             self.scheduler.put_back(paused)
-        while (admitted := self.scheduler.admit()) is not None:
-            effects += self._begin(admitted, now)
+        effects += self._admit(now)
         ready, until, drafting = [], math.inf, False
         for state in self.scheduler.verifiable():
             effects += self.query.draft_first(state, self.scheduler.load(state), now)
@@ -201,13 +200,39 @@ class Coordinator:
             return f"max_queue = {self.limits.max_queue} requests wait already"
         return "the target died too often" if self.workers.given_up(m.TARGET) else ""
 
+    def _admit(self, now: float) -> list[m.Effect]:
+        """Lets requests run. Those that leave their schedule open all have the one that is best for so many."""
+        begun = [*iter(self.scheduler.admit, None)]
+        running = self.scheduler.running.values()
+        open_ = [state for state in running if state.request.params.schedule == "auto" and self.sources]
+        effects: list[m.Effect] = []
+        if open_:
+            going_on = [state for state in open_ if state not in begun]
+            schedule = self.policy.auto(len(running), going_on[0].schedule if going_on else None)
+            for state in open_:
+                if state in begun:
+                    state.schedule = schedule
+                elif state.schedule != schedule:
+                    effects += self._change_schedule(state, schedule, now)
+        for state in begun:
+            effects += self._begin(state, now)
+        return effects
+
+    def _change_schedule(self, state: RequestState, schedule: Schedule, now: float) -> list[m.Effect]:
+        """The drafters begin anew; what they have proposed stays."""
+        effects: list[m.Effect] = [m.End(name, state.request.request_id) for name in state.sources]
+        self.intake.take_in(state)
+        state.wait(now, None)
+        state.sources, state.schedule, state.stats.schedule = {}, schedule, schedule
+        return [*effects, *(effect for name in self.sources for effect in self._begin_drafting(name, state))]
+
     def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
         """Starts a request on the target and on the drafters that are there, or lets it go on."""
+        if not self.sources:
+            state.schedule = "plain"
         if not state.incarnation:
-            asked, running = state.schedule, self.scheduler.schedule_beside(state)
-            state.schedule = self.policy.schedule(asked, has_drafters=bool(self.sources), running=running)
-            state.stats.schedule, state.stats.started = state.schedule, now
-        state.kept_rows = ()
+            state.stats.started = now
+        state.stats.schedule, state.kept_rows = state.schedule, ()
         begin = self._begin_on(m.TARGET, state)
         return [begin, *(effect for name in self.sources for effect in self._begin_drafting(name, state))]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from langchain_card.config import Schedule
     from langchain_card.core.request import FinishReason, Request, RequestStats
 
 ROOT = -1
@@ -69,6 +70,7 @@ class Window:
         token_ids: [rows]; the first is the last committed token, the others are candidates.
         parents: [rows]; row index of the parent, `ROOT` for the first.
         kept_rows: rows of the previous window that were committed, in order.
+        schedule: of the request, in force.
     """
 
     request_id: int
@@ -77,6 +79,7 @@ class Window:
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     kept_rows: tuple[int, ...] = ()
+    schedule: Schedule = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class Verdict:
         logprobs: [rows] of the target's tokens; empty when the request wants none.
         read: prompt tokens, of any requests, that the same pass read.
         cached: tokens of this one's text that need not be read, known from an earlier one; said once.
+        together: requests that the pass verified.
     """
 
     request_id: int
@@ -107,6 +111,7 @@ class Verdict:
     logprobs: tuple[TokenLogprob, ...] = ()
     read: int = 0
     cached: int = 0
+    together: int = 1
 
 
 # Events: what happened.

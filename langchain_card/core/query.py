@@ -110,6 +110,7 @@ class Query:
             token_ids=tuple(state.tree.tokens[node] for node in nodes),
             parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
             kept_rows=state.kept_rows,
+            schedule=state.schedule,
         )
 
     def _pays(self, state: RequestState, name: str, load: Load) -> bool:

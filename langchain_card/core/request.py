@@ -113,6 +113,7 @@ class RequestStats:
     Attributes:
         schedule: the schedule that ran.
         rounds: target passes after the prompt was read.
+        together: requests in those passes, added up.
         output_tokens: tokens of the answer.
         verified: candidates that the target checked.
         accepted: candidates that it agreed with.
@@ -129,6 +130,7 @@ class RequestStats:
 
     schedule: str = "plain"
     rounds: int = 0
+    together: int = 0
     output_tokens: int = 0
     verified: int = 0
     accepted: int = 0
@@ -153,6 +155,7 @@ class RequestStats:
         else:
             self.first_token, self.cached_tokens = now, verdict.cached
         self.rounds += 1
+        self.together += verdict.together
         self.output_tokens += tokens
         self.verified += len(verdict.target_ids) - 1
         self.accepted += len(accepted)
@@ -185,6 +188,11 @@ class RequestStats:
     def mean_window(self) -> float:
         """Rows of a verification, the last committed token included."""
         return 1 + self.verified / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Requests that shared a target pass with it, itself included."""
+        return self.together / self.rounds if self.rounds else 0.0
 
     @property
     def mean_draft_width(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from langchain_card.config import Limits, Schedule
+from langchain_card.config import Limits
 from langchain_card.core.controller import Load
 from langchain_card.core.request import RequestState
 
@@ -23,7 +23,7 @@ class Scheduler:
         self.limits = limits
         self.waiting: deque[RequestState] = deque()
         self.running: dict[int, RequestState] = {}
-        self.capacity = limits.max_num_seqs
+        self.capacity = limits.num_seqs
         self.ended = 0
 
     def copy(self) -> Scheduler:
@@ -76,10 +76,6 @@ class Scheduler:
         """What the policy is asked about where it decides for this request."""
         return Load(state.schedule, len(self.running))
 
-    def schedule_beside(self, state: RequestState) -> Schedule | None:
-        """The schedule of what runs beside a request."""
-        return next((other.schedule for other in self.running.values() if other is not state), None)
-
     def unpause(self) -> None:
         """Lets every request go on, whether its consumer reads or not."""
         for state in (*self.running.values(), *self.waiting):
@@ -95,7 +91,7 @@ class Scheduler:
         """Takes a request out for good; whether it was running."""
         was_running = self.running.pop(state.request.request_id, None) is not None
         if was_running:
-            self.capacity = min(self.capacity + 1, self.limits.max_num_seqs)
+            self.capacity = min(self.capacity + 1, self.limits.num_seqs)
         else:
             self.waiting.remove(state)
         self.ended += 1

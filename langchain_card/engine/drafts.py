@@ -72,7 +72,7 @@ def transport_makers(
     if pair.draft is not None and model is None:
         sizes: dict[str, str | int] = {
             "max_len": pair.max_len,
-            "num_seqs": config.limits.max_num_seqs,
+            "num_seqs": config.limits.num_seqs,
             "vocab_size": pair.vocab_size,
             "execution": config.execution_on(pair.draft.device.type) or "",
             "num_threads": threads.draft("parallel"),
@@ -81,7 +81,7 @@ def transport_makers(
         makers["model"] = functools.partial(_in_process, arguments)
     elif pair.draft is not None:
         execution = config.execution_on(pair.draft.device.type)
-        runner = _runner(model, pair.max_len, config.limits.max_num_seqs, execution)
+        runner = _runner(model, pair.max_len, config.limits.num_seqs, execution)
         make = functools.partial(_model_drafter, runner, pair.vocab_size)
         makers["model"] = functools.partial(_here, make, threads)
     return makers

@@ -55,7 +55,9 @@ class Engine:
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = self._draining = False
         limits = self.config.limits
-        check_budget(self._pair, limits.max_num_seqs, limits.max_window, SCRATCH)
+        wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
+        num_seqs = check_budget(self._pair, wanted, limits.max_window, SCRATCH)
+        self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
         with contextlib.ExitStack() as held:  # all of it, or nothing
             self._driver = self._build(held, progress or Silent())
             self._held = held.pop_all()
@@ -78,7 +80,7 @@ class Engine:
             model,
             max_len=pair.max_len,
             num_scratch=limits.max_window,
-            num_seqs=limits.max_num_seqs,
+            num_seqs=limits.num_seqs,
             execution=self.config.execution_on(pair.target.device.type),
             width=limits.max_window if strict else None,
         )
@@ -151,7 +153,7 @@ class Engine:
         driver = self._open_driver()
         if self._draining:
             raise EngineClosedError("engine", self.config.model, "the engine is draining", "make a new one")
-        if driver.num_open >= limits.max_queue + limits.max_num_seqs:
+        if driver.num_open >= limits.max_queue + limits.num_seqs:
             limit = f"{limits.max_queue} requests may wait"
             raise EngineBusyError("max_queue", driver.num_open, limit, "try again later")
         driver.submit(generation)

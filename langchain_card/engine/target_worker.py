@@ -104,7 +104,7 @@ class TargetWorker:
         for sequence, window in due:
             sequence.advance(window, in_place=self._in_place)
         texts, verified = self._share_out(due)
-        self._set_threads(min(sequence.begin.schedule for sequence, _ in due))  # "parallel" where any is
+        self._set_threads(min(window.schedule for _, window in due))  # "parallel" where any is
         started = time.perf_counter()
         logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
         target_ids, logprobs = _choose(verified, logits)
@@ -114,7 +114,9 @@ class TargetWorker:
         for (sequence, window), own_ids, own_logprobs in zip(verified, target_ids, logprobs, strict=True):
             elapsed, cached = per_row * len(own_ids), sequence.cached
             ids = (window.request_id, window.step_id)
-            verdicts.append(Verdict(*ids, own_ids, elapsed, own_logprobs, read=read, cached=cached))
+            verdicts.append(
+                Verdict(*ids, own_ids, elapsed, own_logprobs, read=read, cached=cached, together=len(verified))
+            )
             sequence.verified, sequence.cached = window, 0
             del self._windows[window.request_id]
         return verdicts

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -25,6 +25,9 @@ from langchain_card.runtime.safety import weight_files
 
 FIXED_RESERVE = 256 << 20
 """Bytes of a device that are left to libraries, allocators and the rest of the process."""
+
+MAX_SEQS = 16
+"""Sequences at once where nobody said how many: a pass of two CPU cores gains little from more (docs/LOG.md)."""
 
 _PACKED = 1.06
 """Memory of an int8 matrix in its kernel's blocks, by its size on disk: 1.01 to 1.18 as measured, by shape."""
@@ -56,19 +59,22 @@ def weight_bytes(spec: ModelSpec) -> int:
 
 def check_budget(
     pair: Pair,
-    num_seqs: int,
+    num_seqs: int | None,
     target_scratch: int,
     draft_scratch: int,
     free: Callable[[torch.device], int] = free_bytes,
-) -> None:
+) -> int:
     """Raises unless target, draft and the KV of all sequences fit. Weights that the process holds already cost nothing.
 
     Args:
         pair: what is to be loaded.
-        num_seqs: sequences at once.
+        num_seqs: sequences at once; None for as many, up to `MAX_SEQS`, as half of the free memory has room for.
         target_scratch: unverified rows of a sequence on the target.
         draft_scratch: likewise on the draft.
         free: bytes of a device that may be taken.
+
+    Returns:
+        Sequences at once.
 
     Raises:
         DeviceError: it does not fit; with what each part takes, and what would fit.
@@ -78,10 +84,14 @@ def check_budget(
         parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
     devices = dict.fromkeys(device for part in parts for device in part.shares)
     loads = [_Load(device, free(device), [part for part in parts if device in part.shares]) for device in devices]
+    if num_seqs is None:
+        halves = [replace(load, free=load.free // 2) for load in loads]
+        num_seqs = max(1, _most(MAX_SEQS, halves, lambda load, n: load.fits(n, pair.max_len)))
     for load in loads:
         if not load.fits(num_seqs, pair.max_len):
             limit = load.sum_up(num_seqs, pair.max_len)
             raise DeviceError("device", str(load.device), limit, _what_fits(loads, num_seqs, pair.max_len))
+    return num_seqs
 
 
 class ModelNeeds:
@@ -147,15 +157,16 @@ class _Load:
         return f"{sequences} need {_gib(sum(shares.values()))} GiB ({listed}), {_gib(self.free)} GiB are free"
 
 
+def _most(high: int, loads: Sequence[_Load], fits: Callable[[_Load, int], bool]) -> int:
+    """The largest number up to `high` with which every device fits; 0 when none does."""
+    return bisect_left(range(1, high + 1), True, key=lambda n: not all(fits(load, n) for load in loads))
+
+
 def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
     """The most sequences at this length; else the longest single one; else that the weights alone are too large."""
-
-    def most(high: int, fits: Callable[[_Load, int], bool]) -> int:
-        return bisect_left(range(1, high + 1), True, key=lambda n: not all(fits(load, n) for load in loads))
-
-    if sequences := most(num_seqs, lambda load, n: load.fits(n, max_len)):
+    if sequences := _most(num_seqs, loads, lambda load, n: load.fits(n, max_len)):
         return f"limits.max_num_seqs = {sequences} fits at this max_model_len"
-    if positions := most(max_len, lambda load, n: load.fits(1, n)):
+    if positions := _most(max_len, loads, lambda load, n: load.fits(1, n)):
         return f"max_model_len = {positions} fits for one sequence"
     return "the weights alone do not fit: use a smaller model, a quantized form of it, or several CUDA devices"
 

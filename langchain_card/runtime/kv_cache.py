@@ -32,6 +32,7 @@ class KVPool:
         max_len: positions per sequence.
         num_scratch: unverified rows per sequence.
         num_seqs: sequences open at once.
+        compact: take low numbers first, because a step costs as much as its highest sequence (`masked.Bucket`).
         dtype: of keys and values.
 
     Attributes:
@@ -49,9 +50,11 @@ class KVPool:
         max_len: int,
         num_scratch: int,
         num_seqs: int = 1,
+        compact: bool = False,
         dtype: torch.dtype,
     ) -> None:
         self.num_scratch, self.max_len, self.num_seqs = num_scratch, max_len, num_seqs
+        self._compact = compact
         self.num_slots, self.trash = num_scratch + max_len, num_seqs * (num_scratch + max_len)
         shape = (2, kv_heads, self.trash + 1, head_dim)
         self._blocks = {
@@ -88,7 +91,8 @@ class KVPool:
         donor, shared = max(
             ((cache, common_prefix(cache.token_ids, token_ids)) for cache in self._caches), key=lambda found: found[1]
         )
-        cache = donor if donor in self._free and shared == donor.length else self._free[0]
+        free = self._low() if self._compact else self._free
+        cache = donor if donor in free and shared == donor.length else free[0]
         self._free.remove(cache)
         if cache is not donor and shared:
             here, there = cache.first_position, donor.first_position
@@ -96,6 +100,11 @@ class KVPool:
                 block[:, :, :, here : here + shared] = block[:, :, :, there : there + shared]
         cache.token_ids = list(token_ids[:shared])
         return cache
+
+    def _low(self) -> list[KVCache]:
+        """The free sequences of the smallest bucket that holds one more."""
+        many = 1 << (self.num_seqs - len(self._free)).bit_length()
+        return [cache for cache in self._free if cache.index < many]
 
     def close(self, cache: KVCache) -> None:
         """Gives a sequence's room back; its committed positions may serve a later text."""

@@ -60,6 +60,7 @@ class ModelRunner:
             max_len=max_len,
             num_scratch=num_scratch,
             num_seqs=num_seqs,
+            compact=in_grids,
             dtype=self.dtype if in_grids else torch.promote_types(self.dtype, torch.float32),
         )
         self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]

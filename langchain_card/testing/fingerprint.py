@@ -61,6 +61,7 @@ def _request(state: RequestState) -> Any:
         state.kept_rows,
         state.wait_until is not None,
         state.paused,
+        state.schedule,
         state.failures,
         tuple((name, _source(source, number)) for name, source in state.sources.items()),
         tuple((p.source, *_proposal(p)) for p in state.heard if _is_known(p, state.sources.get(p.source))),

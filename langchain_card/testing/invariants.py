@@ -30,8 +30,8 @@ def check(world: World) -> None:
     running, waiting = len(scheduler.running), len(scheduler.waiting)
     assert len(world.emitted) == running + waiting + len(world.finished), "a request was lost"
     assert scheduler.ended == len(world.finished), "a request was counted twice"
-    assert running <= limits.max_num_seqs, "too many requests run"
-    assert waiting <= limits.max_queue + limits.max_num_seqs, "too many requests wait"
+    assert running <= limits.num_seqs, "too many requests run"
+    assert waiting <= limits.max_queue + limits.num_seqs, "too many requests wait"
     for state in (*scheduler.running.values(), *scheduler.waiting):
         assert state.window is not None or not state.heard, "a proposal that nobody takes in"
         emitted = world.emitted[state.request.request_id]

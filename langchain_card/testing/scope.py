@@ -17,7 +17,7 @@ class Scope:
         requests: answers to be written.
         max_tokens: of each.
         drafters: at the tree.
-        schedule: of every request.
+        schedule: of every request; `"auto"` changes whenever one comes or goes (`toy.FixedPolicy`).
         vocab_size, top: of the toy model.
         limits: bounds.
         widths: draft steps granted with a correction.

@@ -224,9 +224,9 @@ class FixedPolicy:
     def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0) -> None:
         self._widths, self._patience = widths, patience
 
-    def schedule(self, asked: Schedule, *, has_drafters: bool, running: Schedule | None = None) -> Schedule:
-        """The asked one."""
-        return asked if has_drafters else "plain"
+    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+        """`parallel` for one request, `sequential` for several: each that comes or goes changes it."""
+        return "parallel" if num_seqs == 1 else "sequential"
 
     def leave(self, load: Load, *, hit: bool) -> Leave:
         """The fixed ones; one where they are granted singly."""

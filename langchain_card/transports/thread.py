@@ -47,6 +47,19 @@ class Mailbox:
                 self._changed.wait()
             return self._commands.pop(0) if self._commands and not self._closed else None
 
+    def hand(self, apply: Callable[[DraftCommand], None], *, wait: bool) -> bool:
+        """The same, and applies it before anything else is put or dropped; whether there was one."""
+        with self._changed:
+            command = self.take(wait=wait)
+            if command is not None:
+                apply(command)
+            return command is not None
+
+    def drop(self, request_id: int) -> None:
+        """Forgets a request's commands; none of them is half applied after that."""
+        with self._changed:
+            self._commands = [command for command in self._commands if command.request_id != request_id]
+
     @property
     def closed(self) -> bool:
         """Whether nothing more is taken."""
@@ -69,12 +82,7 @@ def work(worker: Worker, mailbox: Mailbox, but: Collection[int] = ()) -> None:
     """
     busy = False
     while not mailbox.closed:
-        command = mailbox.take(wait=not busy)
-        if command is not None:
-            worker.handle(command)
-            busy = True
-        else:
-            busy = worker.step(but=but)
+        busy = mailbox.hand(worker.handle, wait=not busy) or worker.step(but=but)
 
 
 class ThreadTransport:
@@ -109,6 +117,7 @@ class ThreadTransport:
             return
         if isinstance(command, Begin) and command.schedule != "parallel":
             self._inline_ids.add(command.request_id)
+            self._mailbox.drop(command.request_id)  # of its parallel life; a beginning ends that, too
         if command.request_id not in self._inline_ids:
             self._mailbox.put(command)
             return
