@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import scopes
 
-from langchain_card.core import coordinator, intake, query, sources
+from langchain_card.core import admission, coordinator, intake, query, sources
 from langchain_card.core import messages as m
 from langchain_card.core import walk as walking
+from langchain_card.core.admission import Admission
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.intake import Intake
@@ -138,9 +139,8 @@ def test_planted_first_kept_row_dropped(monkeypatch: Patch) -> None:
 
 def test_planted_kept_rows_survive_a_new_beginning(monkeypatch: Patch) -> None:
     """A target that read the whole answer again is told to keep rows of a window that it never saw."""
-    monkeypatch.setattr(
-        Coordinator, "_begin", replaced(Coordinator._begin, "state.kept_rows = ()", "pass", coordinator)
-    )
+    bad = replaced(Admission._begin, "state.stats.schedule, state.kept_rows = state.schedule, ()", "pass", admission)
+    monkeypatch.setattr(Admission, "_begin", bad)
     with pytest.raises(AssertionError, match="kept rows"):
         check_a_new_beginning()
 
@@ -157,8 +157,8 @@ def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
 def test_planted_correction_not_cumulative(monkeypatch: Patch) -> None:
     """A drafter that missed a correction is told the newest tokens as if it had not."""
     old = "tuple(state.output_ids[source.applied_len :])"
-    bad = replaced(Coordinator._correct, old, "tuple(state.output_ids[-1:])", coordinator)
-    monkeypatch.setattr(Coordinator, "_correct", bad)
+    bad = replaced(Admission.correct, old, "tuple(state.output_ids[-1:])", admission)
+    monkeypatch.setattr(Admission, "correct", bad)
     caught("wrong prefix")
 
 
@@ -217,7 +217,7 @@ def test_planted_a_target_that_dies_takes_all_requests_with_it(monkeypatch: Patc
 
 def test_planted_end_not_sent(monkeypatch: Patch) -> None:
     """An ended request keeps its KV on the workers."""
-    monkeypatch.setattr(Coordinator, "_leave", lambda self, state, now: [])
+    monkeypatch.setattr(Admission, "leave", lambda self, state, now: [])
     caught("holds KV", "a consumer leaves")
 
 

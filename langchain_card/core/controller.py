@@ -159,10 +159,11 @@ class Controller:
         each right as often as drafts usually are, is verified in a pass; drafting it takes time of its own, or the
         passes' time. A miss costs `parallel` what was drafted meanwhile.
         """
-        costs, right = self._known_costs(Load(schedule, num_seqs)), min(self.usual_hits.value, 0.99)
-        step = costs.draft.at(num_seqs)
-        if not step or not costs.target.at(1):
+        load, right = Load(schedule, num_seqs), min(self.usual_hits.value, 0.99)
+        costs = self.costs.get(_key(load)) or self._new_costs(load)
+        if not costs.known:
             return 0.0
+        step = costs.draft.at(num_seqs)
         found = []
         for lead in range(1 if schedule == "parallel" else 0, self.limits.max_lead + 1):
             tokens = (1 - right ** (lead + 1)) / (1 - right)
@@ -172,11 +173,6 @@ class Controller:
             else:
                 found.append((elapsed + lead * step) / tokens)
         return min(found) / num_seqs
-
-    def _known_costs(self, load: Load) -> CostModel:
-        """Of this load, or of one request alone, which says how long a step takes by its rows."""
-        costs = self.costs_of(load)
-        return costs if costs.target.at(1) and costs.draft.at(1) else self.costs_of(Load(load.schedule))
 
     def leave(self, load: Load, *, hit: bool) -> Leave:
         """Under `parallel` the draft never stops: after a miss narrow steps, which bring candidates fast, then wide.
@@ -268,7 +264,17 @@ class Controller:
 
     def costs_of(self, load: Load) -> CostModel:
         """Loads of about the same size share what they learn."""
-        key = load.schedule, load.num_seqs.bit_length()
-        if key not in self.costs:
-            self.costs[key] = CostModel()
+        if (key := _key(load)) not in self.costs:
+            self.costs[key] = self._new_costs(load)
         return self.costs[key]
+
+    def _new_costs(self, load: Load) -> CostModel:
+        """For a load that was never there: it begins with the step times of the one most like it."""
+        size = _key(load)[1]
+        alike = [key for key, costs in self.costs.items() if key[0] == load.schedule and costs.known]
+        nearest = min(alike, key=lambda key: abs(key[1] - size), default=None)
+        return CostModel(load.num_seqs, None if nearest is None else self.costs[nearest])
+
+
+def _key(load: Load) -> tuple[Schedule, int]:
+    return load.schedule, load.num_seqs.bit_length()

@@ -16,15 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from langchain_card.config import Limits, Schedule
+from langchain_card.config import Limits
 from langchain_card.core import messages as m
+from langchain_card.core.admission import Admission
 from langchain_card.core.controller import Policy
 from langchain_card.core.intake import Intake
 from langchain_card.core.passes import Passes
-from langchain_card.core.query import Query, Source, grant
+from langchain_card.core.query import Query, Source
 from langchain_card.core.request import FinishReason, Request, RequestState
 from langchain_card.core.scheduler import Scheduler
-from langchain_card.core.sources import SourceState
 from langchain_card.core.walk import cut, walk
 from langchain_card.core.workers import Workers
 
@@ -61,12 +61,18 @@ class Coordinator:
         self._next_step_id = 0
         self._passes = Passes(policy)
         self.intake = Intake(self.sources, limits, policy, self._passes, vocab_size)
+        self._connect()
+
+    def _connect(self) -> None:
+        parts = self.sources, self.scheduler, self.workers, self.query, self.intake, self.policy
+        self.admission = Admission(*parts)
 
     def copy(self) -> Coordinator:
         """An independent copy that shares the policy."""
         sources, chains = tuple(self.sources.values()), self.query.chains
         copied = Coordinator(sources, self.limits, self.policy, self.vocab_size, chains=chains)
         copied.scheduler, copied.workers = self.scheduler.copy(), self.workers.copy()
+        copied._connect()
         copied.draining, copied.stale, copied._next_step_id = self.draining, self.stale, self._next_step_id
         return copied
 
@@ -103,9 +109,9 @@ class Coordinator:
         if m.TARGET not in self.workers:
             return [m.Wait(math.inf)]
         while (paused := self.scheduler.in_the_way()) is not None:
-            effects += self._leave(paused, now)
+            effects += self.admission.leave(paused, now)
             self.scheduler.put_back(paused)
-        effects += self._admit(now)
+        effects += self.admission.admit(now)
         ready, until, drafting = [], math.inf, False
         for state in self.scheduler.verifiable():
             effects += self.query.draft_first(state, self.scheduler.load(state), now)
@@ -157,7 +163,7 @@ class Coordinator:
             for source in state.sources.values():
                 source.renumber(new)
         for name in state.sources:
-            effects += self._correct(state, name, hit=hit)
+            effects += self.admission.correct(state, name, hit=hit)
         return effects
 
     def _advance(self, state: RequestState, token: int) -> str:
@@ -167,15 +173,6 @@ class Coordinator:
         if drafted:
             self.policy.saw_token(hit=hit)
         return state.tree.sources[state.tree.root] if hit else ""
-
-    def _correct(self, state: RequestState, name: str, *, hit: bool) -> list[m.Effect]:
-        """Tells a drafter what was committed, and grants what its schedule gives at once."""
-        source, request_id = state.sources[name], state.request.request_id
-        tokens = tuple(state.output_ids[source.applied_len :])
-        source.credits, source.exhausted = 0, False
-        effects: list[m.Effect] = [m.Correct(name, request_id, source.applied_len, tokens)]
-        leave = self.query.leave_at_once(state, name, self.scheduler.load(state), hit=hit)
-        return [*effects, grant(state, name, leave)] if leave.widths else effects
 
     def _hear(self, proposal: m.Proposal) -> list[m.Effect]:
         state = self.scheduler.running.get(proposal.request_id)
@@ -200,53 +197,6 @@ class Coordinator:
             return f"max_queue = {self.limits.max_queue} requests wait already"
         return "the target died too often" if self.workers.given_up(m.TARGET) else ""
 
-    def _admit(self, now: float) -> list[m.Effect]:
-        """Lets requests run. Those that leave their schedule open all have the one that is best for so many."""
-        begun = [*iter(self.scheduler.admit, None)]
-        running = self.scheduler.running.values()
-        open_ = [state for state in running if state.request.params.schedule == "auto" and self.sources]
-        effects: list[m.Effect] = []
-        if open_:
-            going_on = [state for state in open_ if state not in begun]
-            schedule = self.policy.auto(len(running), going_on[0].schedule if going_on else None)
-            for state in open_:
-                if state in begun:
-                    state.schedule = schedule
-                elif state.schedule != schedule:
-                    effects += self._change_schedule(state, schedule, now)
-        for state in begun:
-            effects += self._begin(state, now)
-        return effects
-
-    def _change_schedule(self, state: RequestState, schedule: Schedule, now: float) -> list[m.Effect]:
-        """The drafters begin anew; what they have proposed stays."""
-        effects: list[m.Effect] = [m.End(name, state.request.request_id) for name in state.sources]
-        self.intake.take_in(state)
-        state.wait(now, None)
-        state.sources, state.schedule, state.stats.schedule = {}, schedule, schedule
-        return [*effects, *(effect for name in self.sources for effect in self._begin_drafting(name, state))]
-
-    def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
-        """Starts a request on the target and on the drafters that are there, or lets it go on."""
-        if not self.sources:
-            state.schedule = "plain"
-        if not state.incarnation:
-            state.stats.started = now
-        state.stats.schedule, state.kept_rows = state.schedule, ()
-        begin = self._begin_on(m.TARGET, state)
-        return [begin, *(effect for name in self.sources for effect in self._begin_drafting(name, state))]
-
-    def _begin_drafting(self, name: str, state: RequestState) -> list[m.Effect]:
-        if state.schedule == "plain" or name not in self.workers:
-            return []
-        begin = self._begin_on(name, state)
-        state.sources[name] = SourceState(state.incarnation, applied_len=len(state.output_ids))
-        return [begin, *self._correct(state, name, hit=False)]
-
-    def _begin_on(self, worker: str, state: RequestState) -> m.Begin:
-        state.incarnation += 1
-        return m.Begin(worker, state.request, state.schedule, tuple(state.output_ids), state.incarnation)
-
     def _stop(self, request_id: int, reason: FinishReason, now: float, num_tokens: int | None) -> list[m.Effect]:
         state = self.scheduler.find(request_id)
         if state is None:
@@ -258,15 +208,8 @@ class Coordinator:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, error: str = "") -> list[m.Effect]:
         state.stats.ended = now
-        effects = self._leave(state, now) if self.scheduler.end(state) else []
+        effects = self.admission.leave(state, now) if self.scheduler.end(state) else []
         return [*effects, m.Finish(state.request.request_id, reason, state.stats, error)]
-
-    def _leave(self, state: RequestState, now: float) -> list[m.Effect]:
-        """Frees what a request holds on the workers; what is in flight for it is stale from now on."""
-        workers = [worker for worker in (m.TARGET, *state.sources) if worker in self.workers]
-        state.wait(now, None)
-        state.sources, state.window, state.heard = {}, None, []
-        return [m.End(worker, state.request.request_id) for worker in workers]
 
     def _pause(self, request_id: int, paused: bool, now: float) -> list[m.Effect]:
         state = self.scheduler.find(request_id)
@@ -281,7 +224,7 @@ class Coordinator:
         """A drafter joins the running requests; a target that came back begins with those that wait."""
         if not self.workers.started(worker) or worker == m.TARGET:
             return []
-        return [e for state in self.scheduler.running.values() for e in self._begin_drafting(worker, state)]
+        return [e for state in self.scheduler.running.values() for e in self.admission.begin_drafting(worker, state)]
 
     def _lose(self, worker: str, now: float, reason: str) -> list[m.Effect]:
         """A drafter costs speed; with the target all that runs goes back to wait, to be read again."""
@@ -298,7 +241,7 @@ class Coordinator:
                 state.wait_until = None
             return effects
         for state in reversed(list(self.scheduler.running.values())):
-            effects += self._leave(state, now)
+            effects += self.admission.leave(state, now)
             self.scheduler.put_back(state)
         for state in culprits if restart_at is not None else list(self.scheduler.waiting):
             effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
@@ -319,7 +262,7 @@ class Coordinator:
             self.intake.take_in(state)
         if len(self.scheduler.running) > 1:
             youngest = list(self.scheduler.running.values())[-1]
-            effects += self._leave(youngest, now)
+            effects += self.admission.leave(youngest, now)
             self.scheduler.put_back(youngest)
             self.scheduler.capacity = len(self.scheduler.running)
             return effects

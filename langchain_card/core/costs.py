@@ -43,6 +43,10 @@ class Mean:
         self.weight = weight
         self._decay = decay
 
+    def copy(self) -> Mean:
+        """An independent copy."""
+        return Mean(self.value, self.weight, self._decay)
+
     def add(self, value: float, weight: float = 1.0) -> None:
         """Takes one observation in."""
         self.weight = self.weight * self._decay ** min(weight, 1.0) + weight
@@ -60,6 +64,13 @@ class StepTimes:
         self._speed = 1.0
         self._sizes: dict[int, tuple[Mean, Mean]] = {}
         self._points: list[tuple[float, float]] = []
+
+    def copy(self) -> StepTimes:
+        """What is known so far, to be learnt on from here."""
+        copied = StepTimes()
+        copied._speed, copied._points = self._speed, self._points
+        copied._sizes = {about: (size.copy(), seconds.copy()) for about, (size, seconds) in self._sizes.items()}
+        return copied
 
     def observe(self, rows: int, elapsed: float, weight: float = 1.0) -> None:
         """A step over `rows` rows took `elapsed` seconds; `weight` is less than 1 where it is told in parts."""
@@ -110,10 +121,13 @@ class Probe:
     """When to try once more what does not seem to pay: costs that were measured in a bad moment would stand.
 
     After 32 passes without it, then 64, 128, ...: where it never pays, it soon costs nothing.
+
+    Args:
+        first: passes before the first trial.
     """
 
-    def __init__(self) -> None:
-        self._passes, self._after = 0, FIRST_PROBE
+    def __init__(self, first: int = FIRST_PROBE) -> None:
+        self._passes, self._first, self._after = 0, first, first
 
     @property
     def due(self) -> bool:
@@ -126,12 +140,16 @@ class Probe:
 
     def seen(self) -> None:
         """It was done: as a trial, or because it pays."""
-        self._after = 2 * self._after if self.due else FIRST_PROBE
+        self._after = 2 * self._after if self.due else self._first
         self._passes = 0
 
 
 class CostModel:
     """Measured costs under one load, in seconds.
+
+    Args:
+        num_seqs: requests that run.
+        alike: of a load with other numbers of requests; what it says of steps is taken over.
 
     Attributes:
         draft: a draft step, by nodes expanded.
@@ -143,14 +161,22 @@ class CostModel:
         draft_probe, window_probe: when to draft, and to verify, what does not seem to pay.
     """
 
-    def __init__(self) -> None:
-        self.draft = StepTimes()
-        self.sharing = Mean(prior=1.0)
-        self.target = StepTimes()
-        self.per_token = Mean()
+    def __init__(self, num_seqs: int = 1, alike: CostModel | None = None) -> None:
+        self.draft: StepTimes = alike.draft.copy() if alike is not None else StepTimes()
+        self.target: StepTimes = alike.target.copy() if alike is not None else StepTimes()
+        self.sharing = Mean(prior=float(num_seqs))
+        self.per_token = Mean(prior=self.target.at(num_seqs) / num_seqs)
         self.trust = Mean(prior=1.0, weight=50.0, decay=TRUST_DECAY)
         self.expected = 0.0
-        self.draft_probe, self.window_probe = Probe(), Probe()
+        self.draft_probe, self.window_probe = (
+            Probe(FIRST_PROBE * num_seqs),
+            Probe(),
+        )  # a draft has as many texts to read
+
+    @property
+    def known(self) -> bool:
+        """Whether steps of both sides were measured."""
+        return bool(self.draft.at(1) and self.target.at(1))
 
     def draft_share(self, nodes: int) -> float:
         """Seconds of a draft step that expands `nodes` nodes for one request, which shares it with others."""
