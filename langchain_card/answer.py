@@ -13,7 +13,6 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from langchain_card.core.messages import TokenLogprob
-from langchain_card.core.request import FinishReason
 from langchain_card.detokenizer import Piece, token_bytes
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationTimeoutError
@@ -22,7 +21,7 @@ from langchain_card.errors import GenerationTimeoutError
 @contextmanager
 def consuming(generation: Generation, timeout: float | None) -> Iterator[None]:
     """Aborts the request when the block is left before its end, or after `timeout` seconds."""
-    timer = threading.Timer(timeout, generation.abort) if timeout is not None else None
+    timer = threading.Timer(timeout, _expire, (generation, timeout)) if timeout is not None else None
     if timer is not None:
         timer.daemon = True
         timer.start()
@@ -41,7 +40,8 @@ def consuming_in_task(generation: Generation, timeout: float | None) -> Iterator
     It also aborts when the task that entered the block is cancelled: LangChain's event stream may drop the generator
     of a cancelled task without closing it, and only a garbage collection would run the `finally` here.
     """
-    timer = asyncio.get_running_loop().call_later(timeout, generation.abort) if timeout is not None else None
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(timeout, _expire, generation, timeout) if timeout is not None else None
     task = asyncio.current_task()
 
     def abort_if_cancelled(done: asyncio.Task[Any]) -> None:
@@ -60,15 +60,21 @@ def consuming_in_task(generation: Generation, timeout: float | None) -> Iterator
         generation.abort()
 
 
+def _expire(generation: Generation, timeout: float) -> None:
+    hint = "raise timeout or lower max_tokens"
+    limit = "the answer was not complete after so many seconds"
+    generation.abort(GenerationTimeoutError("timeout", timeout, limit, hint))
+
+
 def chunk_of(piece: Piece, generation: Generation) -> ChatGenerationChunk:
     """One token of a stream; its text may be empty."""
     metadata = {} if piece.logprob is None else _logprobs([piece.token_id], [piece.logprob], generation.tokenizer)
     return ChatGenerationChunk(message=AIMessageChunk(content=piece.text, response_metadata=metadata))
 
 
-def last_chunk(generation: Generation, model: str, timeout: float | None) -> ChatGenerationChunk:
+def last_chunk(generation: Generation, model: str) -> ChatGenerationChunk:
     """The end of a stream: no text; usage and metadata once, because LangChain adds those of all chunks up."""
-    completion = _completion(generation, timeout)
+    completion = generation.completion()
     message = AIMessageChunk(
         content="",
         chunk_position="last",
@@ -78,23 +84,15 @@ def last_chunk(generation: Generation, model: str, timeout: float | None) -> Cha
     return ChatGenerationChunk(message=message)
 
 
-def chat_result(generation: Generation, model: str, timeout: float | None) -> ChatResult:
+def chat_result(generation: Generation, model: str) -> ChatResult:
     """The whole answer."""
-    completion = _completion(generation, timeout)
+    completion = generation.completion()
     metadata = _metadata(generation, completion, model)
     if completion.logprobs:
         metadata |= _logprobs(completion.token_ids, completion.logprobs, generation.tokenizer)
     usage = _usage(generation, completion)
     message = AIMessage(content=completion.text, usage_metadata=usage, response_metadata=metadata)
     return ChatResult(generations=[ChatGeneration(message=message)])
-
-
-def _completion(generation: Generation, timeout: float | None) -> Completion:
-    completion = generation.completion()
-    if completion.finish_reason is FinishReason.ABORT:  # whoever else aborts does not come here
-        hint = "raise timeout or lower max_tokens"
-        raise GenerationTimeoutError("timeout", timeout, "the answer was not complete after so many seconds", hint)
-    return completion
 
 
 def _usage(generation: Generation, completion: Completion) -> UsageMetadata:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
@@ -17,6 +16,7 @@ from typing_extensions import Self, override
 
 from langchain_card._version import __version__
 from langchain_card.answer import chat_result, chunk_of, consuming, consuming_in_task, last_chunk
+from langchain_card.batches import Batches, join_group
 from langchain_card.config import DraftTransport, Dtype, EngineConfig, Exactness, Execution, Limits, Pins
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from langchain_card.engine.generation import Generation
 
 
-class CARDChatModel(SamplingOptions, BaseChatModel):
+class CARDChatModel(SamplingOptions, Batches):
     r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
 
     ```python
@@ -151,6 +151,11 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
 
     # Answers.
 
+    @override
+    def announce(self, count: int) -> None:
+        if (engine := self._lease.held) is not None:  # one that is loaded first finds all of them waiting
+            engine.announce(count)
+
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> tuple[Engine, list[int], SamplingParams]:
@@ -161,13 +166,15 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
 
     def _start(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Generation:
         engine, prompt_ids, params = self._prepare(messages, stop, options)
-        return engine.submit(prompt_ids, params)
+        return join_group(engine.submit(prompt_ids, params))
 
     async def _astart(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> Generation:
         engine, prompt_ids, params = await asyncio.to_thread(self._prepare, messages, stop, options)
-        return engine.submit(prompt_ids, params)  # not in the thread, which a cancelled task would leave running
+        return join_group(
+            engine.submit(prompt_ids, params)
+        )  # not in the thread, which a cancelled task would leave running
 
     @override
     def _generate(
@@ -181,7 +188,7 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
         with consuming(generation, self.timeout):
             for _ in generation:
                 pass
-            return chat_result(generation, self.model, self.timeout)
+            return chat_result(generation, self.model)
 
     @override
     async def _agenerate(
@@ -195,7 +202,7 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
         with consuming_in_task(generation, self.timeout):
             async for _ in generation:
                 pass
-            return chat_result(generation, self.model, self.timeout)
+            return chat_result(generation, self.model)
 
     @override
     def _stream(
@@ -212,7 +219,7 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
-            chunk = last_chunk(generation, self.model, self.timeout)
+            chunk = last_chunk(generation, self.model)
             if run_manager is not None:
                 run_manager.on_llm_new_token("", chunk=chunk)
             yield chunk
@@ -232,7 +239,7 @@ class CARDChatModel(SamplingOptions, BaseChatModel):
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
-            chunk = last_chunk(generation, self.model, self.timeout)
+            chunk = last_chunk(generation, self.model)
             if run_manager is not None:
                 await run_manager.on_llm_new_token("", chunk=chunk)
             yield chunk

@@ -16,7 +16,8 @@ CARDError
 └── EngineError (RuntimeError)          the engine cannot serve the request
     ├── EngineBusyError                 the queue is full
     ├── EngineClosedError               the engine was closed
-    └── GenerationTimeoutError          the answer took longer than it was allowed to
+    ├── GenerationTimeoutError          the answer took longer than it was allowed to
+    └── GenerationAbortedError          somebody else ended the answer
 ```
 
 Each one names the field, the value, the limit that was broken and one hint, and keeps them as attributes.
@@ -101,6 +102,10 @@ class EngineClosedError(EngineError):
 
 class GenerationTimeoutError(EngineError):
     """The answer took longer than it was allowed to; the request was aborted."""
+
+
+class GenerationAbortedError(EngineError):
+    """Another part of the program ended the answer: the batch it belonged to was left."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

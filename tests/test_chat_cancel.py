@@ -57,7 +57,7 @@ async def check_aborted(model: CARDChatModel, submitted: list[Generation], count
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
     assert model._engine().num_running == 0
-    assert [generation.completion().finish_reason for generation in submitted] == [FinishReason.ABORT] * count
+    assert [generation._reason for generation in submitted] == [FinishReason.ABORT] * count
 
 
 async def test_leaving_a_stream_aborts_the_request(model: CARDChatModel, submitted: list[Generation]) -> None:
@@ -74,9 +74,11 @@ async def test_leaving_an_async_stream_aborts_the_request(model: CARDChatModel, 
 
 
 async def test_cancelling_a_call_aborts_the_request(model: CARDChatModel, submitted: list[Generation]) -> None:
-    model.load()
+    task = asyncio.create_task(model.ainvoke("hi", max_tokens=LONG))
+    while not submitted or submitted[0].stats is None:
+        await asyncio.sleep(0.01)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(model.ainvoke("hi", max_tokens=LONG), 0.3)
+        await asyncio.wait_for(task, 0.05)
     await check_aborted(model, submitted)
 
 

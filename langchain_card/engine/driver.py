@@ -18,6 +18,9 @@ from langchain_card.ports import Clock, Target, Transport
 
 log = logging.getLogger(__name__)
 
+GATHER_SECONDS = 0.05
+"""How long an idle engine waits for the next of the requests that were announced."""
+
 
 class Driver:
     """Drives one coordinator with one target and any number of drafters.
@@ -43,6 +46,7 @@ class Driver:
         self._sleep_until = -math.inf
         self._restarts: list[tuple[float, str]] = []
         self._closed = False
+        self._announced, self._announced_until = 0, -math.inf
         self._ended = threading.Lock()
         self._error: BaseException | None = None
         self._make_target, self._make_transports = make_target, make_transports
@@ -71,9 +75,17 @@ class Driver:
         """A drafter could not work for these requests."""
         self.post(lambda now: m.OutOfMemory(worker, request_ids, now))
 
+    def announce(self, count: int) -> None:
+        """So many requests are about to come. An idle engine begins when all are there, or no more come."""
+        with self._ended:
+            self._announced, self._announced_until = count, self._clock() + GATHER_SECONDS
+
     def submit(self, generation: Generation) -> None:
         """Takes a request; it fails when the loop has ended."""
         with self._ended:
+            still_due = self._clock() < self._announced_until
+            self._announced = max(0, self._announced - 1) if still_due else 0
+            self._announced_until = self._clock() + GATHER_SECONDS
             if self._error is None:
                 self._generations[generation.request.request_id] = generation
                 self.post(lambda now: m.Submitted(generation.request, now))
@@ -123,12 +135,20 @@ class Driver:
             try:
                 event = self._inbox.get(timeout != 0.0, timeout)
             except queue.Empty:
+                if (timeout := self._due_soon()) > 0.0:
+                    continue
                 return events
             timeout = 0.0
             if event is None:
                 self._closed = True
                 return events
             events.append(event(self._clock()))
+
+    def _due_soon(self) -> float:
+        """Seconds to wait for the next of the announced requests."""
+        if not self._announced or self.coordinator.scheduler.running:
+            return 0.0
+        return max(0.0, self._announced_until - self._clock())
 
     def _perform(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:

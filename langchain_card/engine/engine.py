@@ -159,6 +159,11 @@ class Engine:
         driver.submit(generation)
         return generation
 
+    def announce(self, count: int) -> None:
+        """So many requests are about to be submitted, from any threads: they shall share their first pass, too."""
+        with contextlib.suppress(EngineClosedError):
+            self._open_driver().announce(count)
+
     def _open_driver(self) -> Driver:
         with self._lock:
             if self._closed:

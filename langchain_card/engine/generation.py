@@ -70,6 +70,7 @@ class Generation:
         self._reason: FinishReason | None = None
         self._stats: RequestStats | None = None
         self._error: BaseException | None = None
+        self._abort_error: BaseException | None = None
 
     # The engine's side.
 
@@ -99,6 +100,8 @@ class Generation:
                 self._pieces.append(Piece(-1, rest))
                 self._taken.append(self._pieces[-1])
             self._reason = FinishReason.STOP if self._detokenizer.stopped else reason
+            if self._reason is FinishReason.ABORT:
+                self._error = self._abort_error
             stats.output_tokens = self._detokenizer.num_tokens
             self._stats = stats
             self._wake()
@@ -160,9 +163,14 @@ class Generation:
         finally:
             self.abort()
 
-    def abort(self) -> None:
-        """Ends the request if it still runs; its tokens so far remain."""
+    def abort(self, error: BaseException | None = None) -> None:
+        """Ends the request if it still runs; its tokens so far remain.
+
+        Args:
+            error: raised to whoever still reads; None where nobody does.
+        """
         if self._reason is None:
+            self._abort_error = self._abort_error or error
             self._abort()
 
     @property

@@ -55,6 +55,11 @@ class EngineLease:
                 _start_returning()
             return self._engine
 
+    @property
+    def held(self) -> Engine | None:
+        """The engine, where this lease has it already."""
+        return self._engine
+
     def close(self) -> None:
         """Gives the engine back; its last user frees the weights. May be called twice."""
         from langchain_card.engine.engine import release_engine
