@@ -55,11 +55,10 @@ _group: ContextVar[Group | None] = ContextVar("langchain_card_group", default=No
 """Of the batch in whose thread or task this runs."""
 
 
-def join_group(generation: Generation) -> Generation:
+def join_group(generation: Generation) -> None:
     """Notes an answer of the batch that is under way here, if one is."""
     if (group := _group.get()) is not None:
         group.add(generation)
-    return generation
 
 
 @contextmanager

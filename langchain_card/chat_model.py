@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from langchain_card._version import __version__
 from langchain_card.answer import chat_result, chunk_of, consuming, consuming_in_task, last_chunk
 from langchain_card.batches import Batches, join_group
 from langchain_card.config import DraftTransport, Dtype, EngineConfig, Exactness, Execution, Limits, Pins
+from langchain_card.consumers import Consumer, EventStreams
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
 from langchain_card.errors import InvalidInputError
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from langchain_card.engine.generation import Generation
 
 
-class CARDChatModel(SamplingOptions, Batches):
+class CARDChatModel(SamplingOptions, Batches, EventStreams):
     r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
 
     ```python
@@ -92,6 +94,7 @@ class CARDChatModel(SamplingOptions, Batches):
     """Accepted so that models can be interchanged; without effect."""
 
     _lease: EngineLease = PrivateAttr()
+    _consumer: Consumer | None = PrivateAttr(default=None)
 
     # Construction: everything that can be wrong without weights is found here.
 
@@ -165,16 +168,20 @@ class CARDChatModel(SamplingOptions, Batches):
         return engine, encode(conversation, engine.tokenizer, self.model), params
 
     def _start(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Generation:
-        engine, prompt_ids, params = self._prepare(messages, stop, options)
-        return join_group(engine.submit(prompt_ids, params))
+        return self._submit(*self._prepare(messages, stop, options))
 
     async def _astart(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> Generation:
-        engine, prompt_ids, params = await asyncio.to_thread(self._prepare, messages, stop, options)
-        return join_group(
-            engine.submit(prompt_ids, params)
-        )  # not in the thread, which a cancelled task would leave running
+        prepared = await asyncio.to_thread(self._prepare, messages, stop, options)
+        return self._submit(*prepared)  # on the loop: a cancelled task leaves its thread running
+
+    def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams) -> Generation:
+        generation = engine.submit(prompt_ids, params)
+        join_group(generation)
+        if self._consumer is not None:
+            self._consumer.reads(generation)
+        return generation
 
     @override
     def _generate(
@@ -243,6 +250,12 @@ class CARDChatModel(SamplingOptions, Batches):
             if run_manager is not None:
                 await run_manager.on_llm_new_token("", chunk=chunk)
             yield chunk
+
+    @override
+    def for_consumer(self, consumer: Consumer) -> Self:
+        reader = copy.copy(self)
+        reader._lease, reader._consumer = self._lease, consumer
+        return reader
 
     # What LangChain asks besides.
 

@@ -1,0 +1,218 @@
+"""Answers that nobody reads any more: streams dropped without a word, ctrl-c, batches that are left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.language_models.chat_model_stream import AsyncChatModelStream, ChatModelStream, SyncTextProjection
+
+from langchain_card import CARDChatModel
+from langchain_card.core.request import FinishReason
+from langchain_card.engine.engine import Engine
+from langchain_card.engine.generation import Generation
+from langchain_card.errors import GenerationAbortedError, InvalidInputError
+
+LONG = 900
+"""Tokens that take seconds; no test waits for them."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta", "ignore:.*are in beta")
+
+
+@pytest.fixture
+def model(toy: dict[str, Any]) -> Iterator[CARDChatModel]:
+    with CARDChatModel(**toy).load() as model:
+        yield model
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
+    """Every request that an engine gets during the test."""
+    submit, generations = Engine.submit, list[Generation]()
+
+    def recorded(self: Engine, *args: Any) -> Generation:
+        generations.append(submit(self, *args))
+        return generations[-1]
+
+    monkeypatch.setattr(Engine, "submit", recorded)
+    return generations
+
+
+def wait_for_ends(model: CARDChatModel, submitted: list[Generation], count: int | None = 1) -> None:
+    end = time.monotonic() + 10
+    while not all(generation.finished for generation in submitted) or model._engine().num_running:
+        assert time.monotonic() < end, "an answer goes on that nobody reads"
+        time.sleep(0.005)
+    assert [generation._reason for generation in submitted] == [FinishReason.ABORT] * (
+        len(submitted) if count is None else count
+    )
+
+
+# LangChain's v3 streams.
+
+
+@pytest.mark.parametrize("part", ["", "text", "reasoning", "tool_calls"])
+def test_a_dropped_v3_stream_ends_its_answer(
+    model: CARDChatModel, submitted: list[Generation], no_gc: None, part: str
+) -> None:
+    stream = model.stream_events("hi", version="v3", max_tokens=LONG)
+    assert isinstance(stream, ChatModelStream)
+    read = iter(getattr(stream, part) if part else stream)
+    if part in ("", "text"):
+        next(read)
+        del stream
+        next(read)
+        assert not submitted[0].finished, "what was taken of it keeps it going"
+    else:
+        next(iter(stream))
+        del stream
+    del read
+    wait_for_ends(model, submitted)
+
+
+@pytest.mark.parametrize("part", ["", "text", "reasoning", "tool_calls", "output"])
+async def test_a_dropped_async_v3_stream_ends_its_answer(
+    model: CARDChatModel, submitted: list[Generation], no_gc: None, part: str
+) -> None:
+    stream = await model.astream_events("hi", version="v3", max_tokens=LONG)
+    assert isinstance(stream, AsyncChatModelStream)
+    async for _ in stream:
+        break
+    kept = getattr(stream, part) if part else stream
+    del stream
+    await asyncio.sleep(0.05)
+    assert not submitted[0].finished, "what was taken of it keeps it going"
+    del kept
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(wait_for_ends, model, submitted)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_v3_streams_are_langchains_own_otherwise(model: CARDChatModel) -> None:
+    text = model.invoke("hi").content
+    stream = model.stream_events("hi", version="v3")
+    parts = stream.text
+    assert isinstance(parts, SyncTextProjection)
+    assert "".join(parts) == text == str(parts) == parts.get()
+    assert parts.done and parts.error is None and parts and repr(parts) == repr(text)
+    assert stream.output.text == text and stream.output.usage_metadata["output_tokens"] == 8  # type: ignore[index]
+    astream = await model.astream_events("hi", version="v3")
+    assert "".join([piece async for piece in astream.text]) == text == await astream.text
+    assert (await astream.output).text == text == (await astream).text
+    assert [event async for event in astream]
+    async with await model.astream_events("hi", version="v3") as astream:
+        assert await astream.text == text
+
+
+# Batches.
+
+
+def test_a_failed_item_ends_the_rest_of_its_batch(model: CARDChatModel, submitted: list[Generation]) -> None:
+    with pytest.raises(InvalidInputError, match="at least one message"):
+        model.batch(["hi", "ho", []], max_tokens=LONG)
+    wait_for_ends(model, submitted, None)
+    with pytest.raises(InvalidInputError):
+        asyncio.run(model.abatch(["hi", "ho", []], max_tokens=LONG))
+    wait_for_ends(model, submitted, None)
+
+
+def test_leaving_batch_as_completed_ends_the_rest(model: CARDChatModel, submitted: list[Generation]) -> None:
+    batch = model.with_config({"max_concurrency": 3}).batch_as_completed(
+        [[], "hi", "ho"], max_tokens=LONG, return_exceptions=True
+    )
+    assert isinstance(next(batch)[1], InvalidInputError)
+    while len(submitted) < 2:
+        time.sleep(0.01)
+    batch.close()  # type: ignore[attr-defined]
+    wait_for_ends(model, submitted, 2)
+
+
+async def test_leaving_abatch_as_completed_ends_the_rest(model: CARDChatModel, submitted: list[Generation]) -> None:
+    batch = model.abatch_as_completed([[], "hi", "ho"], max_tokens=LONG, return_exceptions=True)
+    async for _, answer in batch:
+        assert isinstance(answer, InvalidInputError)
+        break
+    await batch.aclose()  # type: ignore[attr-defined]
+    await asyncio.to_thread(wait_for_ends, model, submitted, None)
+    assert len(asyncio.all_tasks()) == 1
+
+
+def test_the_callbacks_of_a_batch_that_was_left_say_why(model: CARDChatModel) -> None:
+    class Errors(BaseCallbackHandler):
+        def __init__(self) -> None:
+            self.seen: list[BaseException] = []
+
+        def on_llm_error(self, error: BaseException, **kwargs: Any) -> None:
+            self.seen.append(error)
+
+    errors = Errors()
+    with pytest.raises(InvalidInputError):
+        model.batch(["hi", []], {"callbacks": [errors]}, max_tokens=LONG)
+    end = time.monotonic() + 10
+    while len(errors.seen) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert {type(error) for error in errors.seen} <= {InvalidInputError, GenerationAbortedError}
+
+
+# ctrl-c.
+
+CALLS = (
+    "model.invoke('hi', max_tokens=900)",
+    "[piece for piece in model.stream('hi', max_tokens=900)]",
+    "model.batch(['hi'] * 8, max_tokens=900)",
+    "(RunnableLambda(lambda text: text) | model).batch(['hi'] * 8, max_tokens=900)",
+    "model.generate([[HumanMessage('hi')]] * 4, max_tokens=900)",
+    "model.stream_events('hi', version='v3', max_tokens=900).output",
+    "asyncio.run(model.ainvoke('hi', max_tokens=900))",
+    "asyncio.run(model.abatch(['hi'] * 8, max_tokens=900))",
+)
+
+
+def test_ctrl_c_ends_the_answers_and_the_model_goes_on(toy: dict[str, Any]) -> None:
+    code = """if True:
+        import asyncio, os, signal, sys, threading, time
+        from langchain_core.messages import HumanMessage
+        from langchain_core.runnables import RunnableLambda
+        from langchain_card import CARDChatModel
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        model = CARDChatModel(model=sys.argv[1], draft_model=None).load()
+        engine = model._engine()
+        def interrupt():
+            while not engine.num_running:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+        for call in sys.argv[2:]:
+            threading.Thread(target=interrupt, daemon=True).start()
+            try:
+                eval(call)
+                print("never interrupted:", call)
+            except KeyboardInterrupt:
+                left = time.monotonic()
+                while engine.num_running or engine._driver.num_open:
+                    time.sleep(0.001)
+                again = model.invoke("hi", max_tokens=1).usage_metadata["output_tokens"]
+                print("ended", time.monotonic() - left, again)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", code, toy["model"], *CALLS]
+    run = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert [(word, tokens) for word, _, tokens in lines] == [("ended", "1")] * len(CALLS), run.stdout
+    assert max(float(seconds) for _, seconds, _ in lines) < 1.0
