@@ -16,6 +16,10 @@ from langchain_card.core.messages import TokenLogprob
 from langchain_card.detokenizer import Piece, token_bytes
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationTimeoutError
+from langchain_card.reasoning import OPEN, Thoughts, thinks
+
+_MARK_TOKENS = 8
+"""Tokens at the end of a prompt that may be the mark of a thought."""
 
 
 @contextmanager
@@ -66,43 +70,86 @@ def _expire(generation: Generation, timeout: float) -> None:
     generation.abort(GenerationTimeoutError("timeout", timeout, limit, hint))
 
 
-def chunk_of(piece: Piece, generation: Generation) -> ChatGenerationChunk:
-    """One token of a stream; its text may be empty."""
-    metadata = {} if piece.logprob is None else _logprobs([piece.token_id], [piece.logprob], generation.tokenizer)
-    return ChatGenerationChunk(message=AIMessageChunk(content=piece.text, response_metadata=metadata))
+class Answer:
+    """An answer that is being written.
+
+    Args:
+        generation: which writes it.
+        model: name of the target.
+    """
+
+    def __init__(self, generation: Generation, model: str) -> None:
+        self.generation, self.model = generation, model
+        self._tokenizer = generation.tokenizer
+        self._thoughts: Thoughts | None = None
+        self._thought, self._said = "", ""
+        if thinks(self._tokenizer):
+            end = self._tokenizer.decode(generation.request.prompt_ids[-_MARK_TOKENS:])
+            self._thoughts = Thoughts(begun=end.rstrip().endswith(OPEN))
+
+    def take(self, piece: Piece) -> tuple[str, str]:
+        """What is thought and what is said in a piece."""
+        thought, said = ("", piece.text) if self._thoughts is None else self._thoughts.push(piece.text)
+        self._thought += thought
+        self._said += said
+        return thought, said
+
+    def chunk(self, piece: Piece) -> ChatGenerationChunk:
+        """One token of a stream; its text may be empty."""
+        thought, said = self.take(piece)
+        metadata = {} if piece.logprob is None else _logprobs([piece.token_id], [piece.logprob], self._tokenizer)
+        message = AIMessageChunk(content=said, additional_kwargs=_reasoning(thought), response_metadata=metadata)
+        return ChatGenerationChunk(message=message)
+
+    def last_chunk(self) -> ChatGenerationChunk:
+        """The end of a stream: usage and metadata once, because LangChain adds those of all chunks up."""
+        completion = self.generation.completion()
+        thought, said = self._rest()
+        message = AIMessageChunk(
+            content=said,
+            additional_kwargs=_reasoning(thought),
+            chunk_position="last",
+            usage_metadata=self._usage(completion),
+            response_metadata=_metadata(self.generation, completion, self.model),
+        )
+        return ChatGenerationChunk(message=message)
+
+    def result(self) -> ChatResult:
+        """The whole answer of a generation that ended."""
+        completion = self.generation.completion()
+        for piece in completion.pieces:
+            self.take(piece)
+        thought, said = self._rest()
+        metadata = _metadata(self.generation, completion, self.model)
+        if completion.logprobs:
+            metadata |= _logprobs(completion.token_ids, completion.logprobs, self._tokenizer)
+        message = AIMessage(
+            content=self._said + said,
+            additional_kwargs=_reasoning(self._thought + thought),
+            usage_metadata=self._usage(completion),
+            response_metadata=metadata,
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _rest(self) -> tuple[str, str]:
+        return ("", "") if self._thoughts is None else self._thoughts.finish()
+
+    def _usage(self, completion: Completion) -> UsageMetadata:
+        num_prompt, num_output = len(self.generation.request.prompt_ids), completion.stats.output_tokens
+        usage = UsageMetadata(
+            input_tokens=num_prompt,
+            output_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            input_token_details={"cache_read": completion.stats.cached_tokens},
+        )
+        if self._thoughts is not None:
+            usage["output_token_details"] = {"reasoning": self._thoughts.num_tokens}
+        return usage
 
 
-def last_chunk(generation: Generation, model: str) -> ChatGenerationChunk:
-    """The end of a stream: no text; usage and metadata once, because LangChain adds those of all chunks up."""
-    completion = generation.completion()
-    message = AIMessageChunk(
-        content="",
-        chunk_position="last",
-        usage_metadata=_usage(generation, completion),
-        response_metadata=_metadata(generation, completion, model),
-    )
-    return ChatGenerationChunk(message=message)
-
-
-def chat_result(generation: Generation, model: str) -> ChatResult:
-    """The whole answer."""
-    completion = generation.completion()
-    metadata = _metadata(generation, completion, model)
-    if completion.logprobs:
-        metadata |= _logprobs(completion.token_ids, completion.logprobs, generation.tokenizer)
-    usage = _usage(generation, completion)
-    message = AIMessage(content=completion.text, usage_metadata=usage, response_metadata=metadata)
-    return ChatResult(generations=[ChatGeneration(message=message)])
-
-
-def _usage(generation: Generation, completion: Completion) -> UsageMetadata:
-    num_prompt, num_output = len(generation.request.prompt_ids), completion.stats.output_tokens
-    return UsageMetadata(
-        input_tokens=num_prompt,
-        output_tokens=num_output,
-        total_tokens=num_prompt + num_output,
-        input_token_details={"cache_read": completion.stats.cached_tokens},
-    )
+def _reasoning(thought: str) -> dict[str, Any]:
+    """Where LangChain looks for thoughts; it makes `reasoning` blocks of them."""
+    return {"reasoning_content": thought} if thought else {}
 
 
 def _metadata(generation: Generation, completion: Completion, model: str) -> dict[str, Any]:

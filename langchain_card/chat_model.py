@@ -16,7 +16,7 @@ from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr, mo
 from typing_extensions import Self, override
 
 from langchain_card._version import __version__
-from langchain_card.answer import chat_result, chunk_of, consuming, consuming_in_task, last_chunk
+from langchain_card.answer import Answer, consuming, consuming_in_task
 from langchain_card.batches import Batches, join_group
 from langchain_card.config import DraftTransport, Dtype, EngineConfig, Exactness, Execution, Limits, Pins
 from langchain_card.consumers import Consumer, EventStreams
@@ -193,9 +193,8 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
     ) -> ChatResult:
         generation = self._start(messages, stop, kwargs)
         with consuming(generation, self.timeout):
-            for _ in generation:
-                pass
-            return chat_result(generation, self.model)
+            generation.result()
+            return Answer(generation, self.model).result()
 
     @override
     async def _agenerate(
@@ -207,9 +206,8 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
     ) -> ChatResult:
         generation = await self._astart(messages, stop, kwargs)
         with consuming_in_task(generation, self.timeout):
-            async for _ in generation:
-                pass
-            return chat_result(generation, self.model)
+            await generation.aresult()
+            return Answer(generation, self.model).result()
 
     @override
     def _stream(
@@ -221,14 +219,15 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
     ) -> Iterator[ChatGenerationChunk]:
         generation = self._start(messages, stop, kwargs)
         with consuming(generation, self.timeout):
+            answer = Answer(generation, self.model)
             for piece in generation:
-                chunk = chunk_of(piece, generation)
+                chunk = answer.chunk(piece)
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
-            chunk = last_chunk(generation, self.model)
+            chunk = answer.last_chunk()
             if run_manager is not None:
-                run_manager.on_llm_new_token("", chunk=chunk)
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
     @override
@@ -241,14 +240,15 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
     ) -> AsyncIterator[ChatGenerationChunk]:
         generation = await self._astart(messages, stop, kwargs)
         with consuming_in_task(generation, self.timeout):
+            answer = Answer(generation, self.model)
             async for piece in generation:
-                chunk = chunk_of(piece, generation)
+                chunk = answer.chunk(piece)
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
-            chunk = last_chunk(generation, self.model)
+            chunk = answer.last_chunk()
             if run_manager is not None:
-                await run_manager.on_llm_new_token("", chunk=chunk)
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
     @override

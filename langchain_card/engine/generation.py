@@ -24,6 +24,7 @@ class Completion:
     """A finished answer.
 
     Attributes:
+        pieces: its tokens one by one.
         text: without special tokens and stop strings.
         token_ids: tokens of the answer, end of text included.
         finish_reason: why it ended.
@@ -31,6 +32,7 @@ class Completion:
         logprobs: of the tokens; empty when the request wants none.
     """
 
+    pieces: tuple[Piece, ...]
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -64,7 +66,9 @@ class Generation:
         self._max_unread = max_unread
         self._paused = False
         self._ready = threading.Condition()
+        self._ended = threading.Event()
         self._wakers: list[Callable[[], None]] = []
+        self._end_wakers: list[Callable[[], None]] = []
         self._pieces: deque[Piece] = deque()
         self._taken: list[Piece] = []
         self._reason: FinishReason | None = None
@@ -104,13 +108,18 @@ class Generation:
                 self._error = self._abort_error
             stats.output_tokens = self._detokenizer.num_tokens
             self._stats = stats
-            self._wake()
+            self._end()
 
     def fail(self, error: BaseException) -> None:
         """The last call for a request that the engine could not serve."""
         with self._ready:
             self._error, self._reason = error, FinishReason.ERROR
-            self._wake()
+            self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._wakers += self._end_wakers
+        self._wake()
 
     def _take(self) -> Piece:
         piece = self._pieces.popleft()
@@ -125,9 +134,9 @@ class Generation:
 
     def _wake(self) -> None:
         self._ready.notify_all()
-        wakers, self._wakers = self._wakers, []
-        for wake in wakers:
+        for wake in self._wakers:
             wake()
+        self._wakers.clear()
 
     # The consumer's side.
 
@@ -150,7 +159,7 @@ class Generation:
         """The same without blocking the event loop; no thread is held."""
         try:
             while True:
-                arrived = self._next_wake()
+                arrived = self._next_wake(self._wakers)
                 if arrived is not None:
                     await arrived
                     continue
@@ -190,12 +199,22 @@ class Generation:
 
     def result(self) -> Completion:
         """Waits for the end and returns the whole answer."""
-        with self._ready:
-            self._max_unread = sys.maxsize  # nobody reads piece by piece
-            self._check_pace()
-            while self._reason is None:
-                self._ready.wait(_WAKE_SECONDS)
+        self._read_at_once()
+        while not self._ended.wait(_WAKE_SECONDS):
+            pass
         return self.completion()
+
+    async def aresult(self) -> Completion:
+        """The same without blocking the event loop."""
+        self._read_at_once()
+        while (ended := self._next_wake(self._end_wakers)) is not None:
+            await ended
+        return self.completion()
+
+    def _read_at_once(self) -> None:
+        with self._ready:
+            self._max_unread = sys.maxsize
+            self._check_pace()
 
     def completion(self) -> Completion:
         """The whole answer of a request that ended."""
@@ -204,16 +223,16 @@ class Generation:
         token_ids = tuple(piece.token_id for piece in self._taken if piece.token_id >= 0)
         logprobs = tuple(piece.logprob for piece in self._taken if piece.logprob is not None)
         text = "".join(piece.text for piece in self._taken)
-        return Completion(text, token_ids, self._reason, self._stats, logprobs)
+        return Completion(tuple(self._taken), text, token_ids, self._reason, self._stats, logprobs)
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _next_wake(self) -> asyncio.Future[None] | None:
-        """A future of the running loop that completes when something arrives; None when something is there."""
+    def _next_wake(self, wakers: list[Callable[[], None]]) -> asyncio.Future[None] | None:
+        """A future of the running loop that completes when these are woken; None when what they wait for is there."""
         with self._ready:
-            if self._pieces or self._reason is not None:
+            if self._reason is not None or (wakers is self._wakers and self._pieces):
                 return None
             loop = asyncio.get_running_loop()
             future: asyncio.Future[None] = loop.create_future()
@@ -226,5 +245,5 @@ class Generation:
                 with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(complete)
 
-            self._wakers.append(wake)
+            wakers.append(wake)
             return future
