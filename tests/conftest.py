@@ -31,6 +31,15 @@ def _own_conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_defaults() -> Iterator[None]:
+    """Defaults are the package's, not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LANGCHAIN_CARD_MODEL", "LANGCHAIN_CARD_DRAFT_MODEL", "LC_OUTPUT_VERSION"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     """By architecture: folders of a random target and of a draft that matches it in part."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from langchain_card.runtime.download import BUILTINS
 from langchain_card.runtime.safety import MAX_CONFIG_BYTES
@@ -17,7 +18,7 @@ _TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 """What families call their positions."""
 
-_GGUF_HEAD = 1 << 16  # bytes; the numbers of a model come before its vocabulary
+_GGUF_HEAD = 1 << 16  # bytes: the model's numbers come before its vocabulary
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -35,8 +36,11 @@ def context_length(name: str) -> int | None:
         return BUILTINS[name].context_length
     path = Path(name).expanduser()
     try:
-        length = _of_gguf(path) if path.is_file() else _of_config(path / "config.json" if path.is_dir() else None, name)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError):
+        if path.is_file():
+            length = _of_gguf(path)
+        else:
+            length = _of_config(path / "config.json" if path.is_dir() else cached_hub_file(name, "config.json"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError, OverflowError):
         return None
     return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
 
@@ -49,8 +53,7 @@ def cached_hub_file(repo_id: str, file: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _of_config(path: Path | None, name: str) -> Any:
-    path = path or cached_hub_file(name, "config.json")
+def _of_config(path: Path | None) -> Any:
     if path is None or path.stat().st_size > MAX_CONFIG_BYTES:
         return None
     config = json.loads(path.read_bytes())
@@ -63,34 +66,33 @@ def _of_config(path: Path | None, name: str) -> Any:
         for kind in kinds
         if kind.get("rope_type", kind.get("type")) in ("longrope", "su")
     ]
-    return min([next(text[key] for key in _LENGTHS if text.get(key)), *(length for length in switches if length)])
+    return min(
+        [next((text[key] for key in _LENGTHS if text.get(key)), None), *(length for length in switches if length)]
+    )
 
 
 def _of_gguf(path: Path) -> Any:
     """The number under `<architecture>.context_length`, which stands near the beginning of the file."""
     with path.open("rb") as file:
-        magic, _, _, count = struct.unpack("<4sIQQ", file.read(24))
-        if magic != b"GGUF":
-            return None
-        for _ in range(count):
-            key, value = _gguf_string(file), _gguf_value(file)
-            if key.endswith(".context_length") or file.tell() > _GGUF_HEAD:
-                return value
+        head = io.BytesIO(file.read(_GGUF_HEAD))
+    magic, _, _, count = struct.unpack("<4sIQQ", head.read(24))
+    if magic != b"GGUF":
+        return None
+    for _ in range(count):
+        key, value = _gguf_value(head, _GGUF_STRING), _gguf_value(head, _number(head, "I"))
+        if key.endswith(b".context_length"):
+            return value
     return None
 
 
-def _gguf_string(file: BinaryIO) -> str:
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > _GGUF_HEAD:
-        raise ValueError(f"a string of {length} bytes")
-    return file.read(length).decode()
-
-
-def _gguf_value(file: BinaryIO) -> Any:
-    (kind,) = struct.unpack("<I", file.read(4))
+def _gguf_value(head: io.BytesIO, kind: int) -> Any:
     if kind == _GGUF_STRING:
-        return _gguf_string(file)
+        return head.read(_number(head, "Q"))
     if kind == _GGUF_ARRAY:
-        raise ValueError("the vocabulary begins")
-    form = struct.Struct("<" + _GGUF_SCALARS[kind])
-    return form.unpack(file.read(form.size))[0]
+        of, count = _number(head, "I"), _number(head, "Q")
+        return [_gguf_value(head, of) for _ in range(count)]
+    return _number(head, _GGUF_SCALARS[kind])
+
+
+def _number(head: io.BytesIO, form: str) -> Any:
+    return struct.unpack(f"<{form}", head.read(struct.calcsize(f"<{form}")))[0]
