@@ -28,7 +28,7 @@ class Siblings:
         """Gives all engines back. May be called twice."""
         with self._lock:
             self._closed = True
-        for lease in self._leases.values():
+        for lease in list(self._leases.values()):
             lease.close()
 
     def __reduce__(self) -> tuple[type[Siblings], tuple[()]]:

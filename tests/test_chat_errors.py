@@ -18,6 +18,7 @@ from langchain_card import CARDChatModel, errors
 from langchain_card.boundary import langchain_errors, langchain_kind
 from langchain_card.config import Limits
 from langchain_card.engine.engine import Engine
+from langchain_card.engine.generation import Generation
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import CARDError, EngineBusyError
 from langchain_card.runtime.store import ModelStore
@@ -136,6 +137,18 @@ async def test_async_calls_streams_and_batches(model: CARDChatModel) -> None:
         assert isinstance(caught.value, errors.ContextOverflowError)
     answer, error = await model.abatch(["hi", TOO_LONG], return_exceptions=True)
     assert isinstance(answer, AIMessage) and isinstance(error, core.ContextOverflowError)
+
+
+async def test_closing_an_async_stream_ends_the_request_at_once(
+    model: CARDChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort, aborted = Generation.abort, list[Generation]()
+    monkeypatch.setattr(Generation, "abort", lambda self: aborted.append(self) or abort(self))
+    chunks = model._astream([HumanMessage("hi")], max_tokens=200)
+    await anext(chunks)
+    assert not aborted
+    await chunks.aclose()
+    assert aborted, "not when the event loop gets to it"
 
 
 def test_the_traceback_is_one_and_leads_to_the_cause(model: CARDChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
