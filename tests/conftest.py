@@ -93,3 +93,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Fields of a tiny random model in float64: quick to load, and it never ends by itself."""
     folder = tiny.make_target("llama", tmp_path_factory.mktemp("toy"))
     return {"model": folder, "draft_model": None, "dtype": "float64", "max_tokens": 8}
+
+
+@pytest.fixture(scope="session")
+def other_toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another model of the toy's vocabulary."""
+    return tiny.make_target("qwen2", tmp_path_factory.mktemp("other"), seed=5)

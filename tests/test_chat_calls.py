@@ -1,4 +1,4 @@
-"""What a call of a `CARDChatModel` may say: option names, other models; and which calls count as equal."""
+"""What a call of a `CARDChatModel` may say: names of options, other_toy models; and what traces say of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ from typing import Any
 
 import pytest
 import tiny
-from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from langchain_card import CARDChatModel
-from langchain_card.config import Limits, Pins
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import EngineClosedError, InvalidInputError, UnknownModelError, VocabularyMismatchError
 from langchain_card.runtime.loader import num_loaded_models
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Another model of the toy's vocabulary."""
-    return tiny.make_target("qwen2", tmp_path_factory.mktemp("other"), seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +90,21 @@ def test_none_leaves_the_fields_value(toy: dict[str, Any], submitted: list[Any])
 # Other models
 
 
-async def test_a_call_may_name_another_model(model: CARDChatModel, toy: dict[str, Any], other: str) -> None:
+async def test_a_call_may_name_another_model(model: CARDChatModel, toy: dict[str, Any], other_toy: str) -> None:
     own = model.invoke("hi")
-    with CARDChatModel(**{**toy, "model": other}) as alone:
+    with CARDChatModel(**{**toy, "model": other_toy}) as alone:
         wanted = alone.invoke("hi").content
     assert wanted != own.content
     answers = [
-        model.invoke("hi", model=other),
-        await model.ainvoke("hi", model=other),
-        model.bind(model=other).invoke("hi"),
-        model.batch(["hi"], model=other)[0],
+        model.invoke("hi", model=other_toy),
+        await model.ainvoke("hi", model=other_toy),
+        model.bind(model=other_toy).invoke("hi"),
+        model.batch(["hi"], model=other_toy)[0],
     ]
-    *_, last = model.stream("hi", model=other)
-    *_, alast = [chunk async for chunk in model.astream("hi", model=other)]
+    *_, last = model.stream("hi", model=other_toy)
+    *_, alast = [chunk async for chunk in model.astream("hi", model=other_toy)]
     assert {answer.content for answer in answers} == {wanted}
-    assert {answer.response_metadata["model_name"] for answer in [*answers, last, alast]} == {other}
+    assert {answer.response_metadata["model_name"] for answer in [*answers, last, alast]} == {other_toy}
     assert own.response_metadata["model_name"] == model.model == model.invoke("hi").response_metadata["model_name"]
 
 
@@ -127,31 +119,31 @@ def test_a_call_may_name_another_draft(tiny_pairs: dict[str, tuple[str, str]]) -
 
 
 def test_other_models_keep_their_engine_until_the_model_is_closed(
-    model: CARDChatModel, toy: dict[str, Any], other: str
+    model: CARDChatModel, toy: dict[str, Any], other_toy: str
 ) -> None:
     before = num_loaded_models()
     model.load()
     for tokens in (2, 3):
-        usage = model.invoke("hi", model=other, max_tokens=tokens).usage_metadata
+        usage = model.invoke("hi", model=other_toy, max_tokens=tokens).usage_metadata
         assert usage is not None and usage["output_tokens"] == tokens
         assert num_loaded_models() == before + 2
     model.temperature, model.seed = 1.0, 4
-    assert model.invoke("hi", model=other).response_metadata["card"]["seed"] == 4, "fields hold for all models"
+    assert model.invoke("hi", model=other_toy).response_metadata["card"]["seed"] == 4, "fields hold for all models"
     copied = model.model_copy()
     assert copied._siblings is not model._siblings
     model.close()
     assert num_loaded_models() == before
     with pytest.raises(EngineClosedError):
-        model.invoke("hi", model=other)
+        model.invoke("hi", model=other_toy)
     with pytest.raises(EngineClosedError):
         model.invoke("hi", draft_model="ngram")
     assert num_loaded_models() == before
 
 
-def test_garbage_gives_other_models_back(toy: dict[str, Any], other: str) -> None:
+def test_garbage_gives_other_models_back(toy: dict[str, Any], other_toy: str) -> None:
     before = num_loaded_models()
     model = CARDChatModel(**toy)
-    model.invoke("hi", model=other)
+    model.invoke("hi", model=other_toy)
     del model
     gc.collect()
     end = time.monotonic() + 10
@@ -193,141 +185,37 @@ class Tracer(BaseCallbackHandler):
         self.params.append(kwargs["invocation_params"])
 
 
-def test_traces_say_what_the_call_said(toy: dict[str, Any], other: str) -> None:
+def test_traces_say_what_the_call_said(toy: dict[str, Any], other_toy: str) -> None:
     tracer = Tracer()
     with CARDChatModel(**toy, stop="zzz", callbacks=[tracer]) as model:
         model.invoke("hi")
-        model.invoke("hi", model=other, temperature=0.5, max_tokens=3, stop=["yyy"])
+        model.invoke("hi", model=other_toy, temperature=0.5, max_tokens=3, stop=["yyy"])
     first, second = tracer.metadata
     names = ("ls_provider", "ls_model_type", "ls_model_name", "ls_temperature", "ls_max_tokens", "ls_stop")
     assert [first[name] for name in names] == ["card", "chat", toy["model"], 0.0, 8, ["zzz"]]
-    assert [second[name] for name in names] == ["card", "chat", other, 0.5, 3, ["yyy"]]
+    assert [second[name] for name in names] == ["card", "chat", other_toy, 0.5, 3, ["yyy"]]
     assert [params["stop"] for params in tracer.params] == [["zzz"], ["yyy"]]
     assert tracer.params[0]["_type"] == "card-chat"
-
-
-# Which models are equal
-
-SAME: list[dict[str, Any]] = [
-    {"schedule": "plain"},
-    {"draft_model": "ngram"},
-    {"ngram": False},
-    {"device": "cpu"},
-    {"draft_device": "cpu"},
-    {"draft_transport": "thread"},
-    {"execution": "eager"},
-    {"pins": Pins(window=2)},
-    {"limits": Limits(max_num_seqs=3)},
-    {"timeout": 30.0},
-    {"streaming": True},
-    {"max_retries": 3},
-    {"api_key": "secret"},
-    {"tags": ["x"]},
-    {"name": "other"},
-]
-DIFFERENT: list[dict[str, Any]] = [
-    {"model": "smollm2-135m"},
-    {"dtype": "float32"},
-    {"quantization": None},
-    {"exact": "strict"},
-    {"max_model_len": 500},
-    {"max_tokens": 9},
-    {"temperature": 0.5},
-    {"seed": 1},
-    {"stop": ["x"]},
-    {"top_k": 2},
-    {"top_p": 0.5},
-    {"min_p": 0.1},
-    {"repetition_penalty": 1.1},
-    {"presence_penalty": 0.1},
-    {"frequency_penalty": 0.1},
-    {"logit_bias": {40: 1.0}},
-    {"logprobs": True},
-    {"output_version": "v1"},
-]
-
-
-def test_every_field_either_changes_the_answer_or_does_not() -> None:
-    told = {name for fields in SAME + DIFFERENT for name in fields} | {"top_logprobs"}  # needs logprobs
-    untold = {"cache", "callbacks", "custom_get_token_ids", "disable_streaming", "metadata", "profile", "rate_limiter"}
-    assert told | untold | {"verbose"} == set(CARDChatModel.model_fields)
-
-
-@pytest.mark.parametrize("fields", SAME, ids=lambda fields: next(iter(fields)))
-def test_what_changes_the_speed_alone_is_no_part_of_the_caches_key(toy: dict[str, Any], fields: dict[str, Any]) -> None:
-    model = CARDChatModel(**{**toy, **fields})
-    assert model._get_llm_string() == CARDChatModel(**toy)._get_llm_string()
-    assert "secret" not in model._get_llm_string()
-
-
-@pytest.mark.parametrize("fields", DIFFERENT, ids=lambda fields: next(iter(fields)))
-def test_what_changes_the_answer_is_part_of_the_caches_key(toy: dict[str, Any], fields: dict[str, Any]) -> None:
-    model, changed = CARDChatModel(**toy), CARDChatModel(**{**toy, **fields})
-    assert changed._get_llm_string() != model._get_llm_string()
-    options = {name: value for name, value in fields.items() if name in ("model", *_call_options())}
-    if options:
-        assert model._get_llm_string(**options) == changed._get_llm_string()
-        assert changed._get_llm_string(**dict.fromkeys(options)) == changed._get_llm_string(), "None is the field's"
-
-
-def _call_options() -> set[str]:
-    from langchain_card.sampling_options import SamplingOptions
-
-    return set(SamplingOptions.model_fields)
-
-
-async def test_caches(toy: dict[str, Any], other: str, submitted: list[Any]) -> None:
-    cache = InMemoryCache()
-    with CARDChatModel(**toy, cache=cache) as model, CARDChatModel(**toy, cache=cache, schedule="plain") as same:
-        first = model.invoke("hi")
-        for again in (
-            model.invoke("hi"),
-            await model.ainvoke("hi"),
-            same.invoke("hi"),
-            model.bind(temperature=0.0, model=model.model).invoke("hi"),
-            model.invoke("hi", temperature=None, schedule="plain", draft_model="ngram"),
-        ):
-            assert again.content == first.content
-        assert len(submitted) == 1
-        misses: list[dict[str, Any]] = [{"temperature": 0.5}, {"stop": ["x"]}, {"max_tokens": 2}, {"model": other}]
-        for count, options in enumerate(misses, start=2):
-            model.invoke("hi", **options)
-            assert len(submitted) == count
-            await model.ainvoke("hi", **options)
-            assert len(submitted) == count, "now it is there"
-        assert model.invoke("hi", model=other).response_metadata["model_name"] == other
-        before = len(submitted)
-        list(model.stream("hi"))
-        assert len([chunk async for chunk in model.astream("hi")]) > 1
-        assert len(submitted) == before + 2, "streams are not kept"
-
-
-def test_a_models_own_stop_strings_are_part_of_the_question(toy: dict[str, Any], submitted: list[Any]) -> None:
-    cache = InMemoryCache()
-    with CARDChatModel(**toy, cache=cache) as model:
-        text = str(model.invoke("hi").content)
-        with CARDChatModel(**toy, cache=cache, stop=text[2]) as stopping:
-            assert stopping.invoke("hi").content == text[:2]
 
 
 # Configurable models
 
 
-def test_configurable_alternatives_share_the_engine(model: CARDChatModel, toy: dict[str, Any], other: str) -> None:
+def test_configurable_alternatives_share_the_engine(model: CARDChatModel, toy: dict[str, Any], other_toy: str) -> None:
     model.load()
     loaded = num_loaded_models()
     choice = model.configurable_alternatives(
         ConfigurableField(id="llm"),
         default_key="own",
         short=CARDChatModel(**{**toy, "max_tokens": 2, "schedule": "plain"}),
-        other=lambda: CARDChatModel(**{**toy, "model": other}),
+        other=lambda: CARDChatModel(**{**toy, "model": other_toy}),
     )
     assert choice.invoke("hi").usage_metadata["output_tokens"] == 8
     short = choice.invoke("hi", config={"configurable": {"llm": "short"}})
     assert short.usage_metadata["output_tokens"] == 2
     assert num_loaded_models() == loaded
     changed = choice.invoke("hi", config={"configurable": {"llm": "other"}})
-    assert changed.response_metadata["model_name"] == other
+    assert changed.response_metadata["model_name"] == other_toy
 
 
 def test_configurable_models_stream(model: CARDChatModel) -> None:

@@ -273,18 +273,12 @@ def test_agents_retry_what_may_pass_and_nothing_else(model: CARDChatModel, busy:
     agent = create_agent(model, tools=[], middleware=[middleware])
     busy += [1, 2]
     assert agent.invoke({"messages": [HumanMessage("hi")]})["messages"][-1].content
-    calls = len(_calls_of(model, lambda: agent.invoke({"messages": [HumanMessage(TOO_LONG)]})))
-    assert calls == 1, "a prompt that is too long stays too long"
-
-
-def _calls_of(model: CARDChatModel, call: Callable[[], Any]) -> list[Any]:
-    calls: list[Any] = []
+    calls, prepare = list[Any](), CARDChatModel._prepare
     with pytest.MonkeyPatch.context() as patch:
-        prepare = CARDChatModel._prepare
         patch.setattr(CARDChatModel, "_prepare", lambda *args: calls.append(args) or prepare(*args))
         with pytest.raises(core.ContextOverflowError):
-            call()
-    return calls
+            agent.invoke({"messages": [HumanMessage(TOO_LONG)]})
+    assert len(calls) == 1, "a prompt that is too long stays too long"
 
 
 def test_summaries_that_are_too_long_are_cut_and_tried_again(toy: dict[str, Any]) -> None:
