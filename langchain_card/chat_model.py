@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import PrivateAttr, model_validator
 from typing_extensions import Self, override
 
 from langchain_card._version import __version__
 from langchain_card.answer import Answer, consuming, consuming_in_task
 from langchain_card.batches import Batches, join_group
-from langchain_card.config import DraftTransport, Dtype, EngineConfig, Exactness, Execution, Limits, Pins
+from langchain_card.boundary import answering, langchain_errors
+from langchain_card.chat_contract import ChatContract
 from langchain_card.consumers import Consumer, EventStreams
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
-from langchain_card.errors import InvalidInputError
 from langchain_card.prompt import encode, to_conversation
-from langchain_card.runtime.store import ModelStore
-from langchain_card.sampling_options import SamplingOptions, unknown_name
+from langchain_card.siblings import Siblings
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
     from langchain_card.engine.generation import Generation
 
 
-class CARDChatModel(SamplingOptions, Batches, EventStreams):
+class CARDChatModel(ChatContract, Batches, EventStreams):
     r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
 
     ```python
@@ -48,78 +45,29 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
     event loops.
 
     A call may override `stop` and every field of `SamplingOptions`, from `max_tokens` to `top_logprobs`:
-    `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`.
+    `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`. It may also name other models:
+    `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; what it loads is kept until `close()`.
+
+    What goes wrong in a call is raised as an error of `langchain_card.errors` that is also an instance of one of
+    langchain-core's `ModelError`s, such as `ContextOverflowError`.
 
     Raises:
         pydantic.ValidationError: a field is misspelt or breaks a limit; no weights were touched.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: str = Field(default=EngineConfig().model, validation_alias=AliasChoices("model", "model_name"))
-    """The target: a built-in name, a folder with safetensors, a GGUF file or a hub id. Also `model_name`."""
-    draft_model: str | None = EngineConfig().draft_model
-    """The draft, named likewise; `"ngram"` for prompt lookup without a draft, None for plain decoding."""
-    device: str = "auto"
-    """Of the target: `"auto"` (CUDA when there is one, else the CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...; or several,
-    `"cuda:0,cuda:1"`, over which its layers are spread."""
-    draft_device: str = "auto"
-    """Of the draft; `"auto"` is a CUDA device that the target leaves free, else the target's device."""
-    draft_transport: DraftTransport = "auto"
-    """Where the draft runs: a `"thread"` or a `"process"`; `"auto"` is a process when both have a CUDA device each."""
-    dtype: Dtype = "auto"
-    """Of weights and KV; `"auto"` is float32 on a CPU and bfloat16 on CUDA."""
-    quantization: str | None = "auto"
-    """`"int8"` for row-exact int8 layers on a CPU, `"auto"` for int8 with built-in models on a CPU, None for none; or a
-    transformers quantization config as a JSON object: `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`."""
-    exact: Exactness = "default"
-    """`"strict"` makes an answer equal plain decoding by the same engine bit for bit, also in 16 bits; see the docs."""
-    execution: Execution = "auto"
-    """Of steps: `"graphs"` (captured on CUDA), `"compiled"` (layers compiled, too) or `"eager"`."""
-    ngram: bool = True
-    """Whether candidates are also looked up in prompt and answer, beside the draft."""
-    max_model_len: int | None = None
-    """Tokens of prompt and answer together; None for the model's own limit, at most 8,192."""
-    pins: Pins = Field(default_factory=Pins)
-    """Choices taken away from the controller: `Pins(draft_width=..., window=..., lead=...)`, or a dict."""
-    limits: Limits = Field(default_factory=Limits)
-    """Bounds: `Limits(max_num_seqs=8)` decodes eight answers in common passes. Or a dict."""
-    timeout: float | None = Field(default=None, gt=0)
-    """Seconds, queueing included and loading not, after which an answer is aborted with `GenerationTimeoutError`."""
-    streaming: bool = False
-    """True makes `invoke` report each token to the callbacks, too."""
-    max_retries: int | None = None
-    """Accepted so that models can be interchanged; without effect."""
-    api_key: SecretStr | None = None
-    """Accepted so that models can be interchanged; without effect."""
-
     _lease: EngineLease = PrivateAttr()
+    _siblings: Siblings = PrivateAttr(default_factory=Siblings)
     _consumer: Consumer | None = PrivateAttr(default=None)
 
     # Construction: everything that can be wrong without weights is found here.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, values: Any) -> Any:
-        known = [*cls.model_fields, "model_name"]
-        for name in values:
-            if name not in known:
-                raise unknown_name(name, values[name], f"is not a field of {cls.__name__}", known)
-        return values
-
     @model_validator(mode="after")
     def _check_values(self) -> Self:
         self._add_version("langchain-card", __version__)
-        config = self._engine_config()
+        self._check_models()
         self.sampling_params(None, {})
-        ModelStore().check(self.model)
-        if self.draft_model is not None and config.has_draft:
-            ModelStore().check(self.draft_model, field="draft_model")
-        self._lease = EngineLease(config)
+        self._lease = EngineLease(self._engine_config())
         return self
-
-    def _engine_config(self) -> EngineConfig:
-        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})
 
     # The engine's life.
 
@@ -128,12 +76,14 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
 
         With `configurable_fields` LangChain makes a new instance per call: a loaded first one keeps the weights alive.
         """
-        self._engine()
+        with langchain_errors():
+            self._engine()
         return self
 
     def close(self) -> None:
         """Gives the engine back; the last user's answers end and the memory is freed. May be called twice."""
         self._lease.close()
+        self._siblings.close()
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +93,7 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied._lease = EngineLease(self._lease.config)
+        copied._lease, copied._siblings = EngineLease(self._lease.config), Siblings()
         return copied
 
     def _engine(self) -> Engine:
@@ -158,6 +108,18 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
     def announce(self, count: int) -> None:
         if (engine := self._lease.held) is not None:  # one that is loaded first finds all of them waiting
             engine.announce(count)
+
+    def _for_call(self, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """The model that answers a call, this one unless the options name another, and the other options."""
+        rest = dict(options)
+        model = rest.pop("model", None) or self.model
+        draft = rest.pop("draft_model", self.draft_model)
+        if (model, draft) == (self.model, self.draft_model):
+            return self, rest
+        sibling = self.model_copy(update={"model": model, "draft_model": draft})
+        sibling._check_models()
+        sibling._lease = self._siblings.lease(sibling._engine_config())
+        return sibling, rest
 
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
@@ -183,6 +145,7 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
             self._consumer.reads(generation)
         return generation
 
+    @answering
     @override
     def _generate(
         self,
@@ -196,6 +159,7 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
             generation.result()
             return Answer(generation, self.model).result()
 
+    @answering
     @override
     async def _agenerate(
         self,
@@ -209,6 +173,7 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
             await generation.aresult()
             return Answer(generation, self.model).result()
 
+    @answering
     @override
     def _stream(
         self,
@@ -230,6 +195,7 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
                 run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
+    @answering
     @override
     async def _astream(
         self,
@@ -254,37 +220,5 @@ class CARDChatModel(SamplingOptions, Batches, EventStreams):
     @override
     def for_consumer(self, consumer: Consumer) -> Self:
         reader = copy.copy(self)
-        reader._lease, reader._consumer = self._lease, consumer
+        reader._lease, reader._siblings, reader._consumer = self._lease, self._siblings, consumer
         return reader
-
-    # What LangChain asks besides.
-
-    @override
-    def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, by the target's tokenizer; loads the model."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return list(self._engine().tokenizer.encode(text, add_special_tokens=False))
-
-    @override
-    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of the prompt that these messages become, chat template included; loads the model."""
-        if tools:
-            raise InvalidInputError("tools", tools, "tool schemas cannot be counted yet")
-        return len(self._prepare(messages, None, {})[1])
-
-    @property
-    def _llm_type(self) -> str:
-        return "card-chat"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        """What the answer depends on; the draft and the schedule change its speed only."""
-        names = ("model", "draft_model", "dtype", "quantization", *SamplingOptions.model_fields)
-        return {name: getattr(self, name) for name in names if name != "schedule"}
-
-    @override
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop, **kwargs)
-        params["ls_provider"] = "card"
-        return params

@@ -20,10 +20,14 @@ CARDError
     └── GenerationAbortedError          somebody else ended the answer
 ```
 
-Each one names the field, the value, the limit that was broken and one hint, and keeps them as attributes.
+Each one names the field, the value, the limit that was broken and one hint, and keeps them as attributes. What a chat
+model raises is also of LangChain's own kind: see `boundary.py`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class CARDError(Exception):
@@ -42,6 +46,22 @@ class CARDError(Exception):
         if len(shown) > 120:
             shown = shown[:117] + "..."
         super().__init__(f"{field} = {shown}: {limit}." + (f" Hint: {hint}." if hint else ""))
+
+    def __reduce__(self) -> tuple[Callable[..., CARDError], tuple[Any, ...]]:
+        return restored, (type(self), self.args, self.__dict__)
+
+
+def restored(kind: type[CARDError], args: tuple[Any, ...], state: Mapping[str, Any]) -> CARDError:
+    """An error of a kind with what another one says: pickles are read so.
+
+    Args:
+        kind: of the new error.
+        args: of the other, its message.
+        state: the other's attributes.
+    """
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidInputError(CARDError, ValueError):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from langchain_card.config import Limits, Schedule
 from langchain_card.core.request import SamplingParams
@@ -16,10 +16,14 @@ from langchain_card.errors import InvalidInputError
 
 _CORE_OPTIONS = ("stream", "ls_structured_output_format", "structured_output_format")
 """LangChain's own switches; some of its paths hand them on."""
+_CALL_OPTIONS = ("max_completion_tokens", "model", "draft_model")
+"""What a call may say besides the fields of `SamplingOptions`."""
 
 
 class SamplingOptions(BaseModel):
     """Fields that say how an answer is decoded; each may also be given to a call."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     schedule: Schedule = "auto"
     """`"plain"` (target alone), `"sequential"` (draft, then verify), `"parallel"` (both at once) or `"auto"`."""
@@ -51,17 +55,14 @@ class SamplingOptions(BaseModel):
     """How many of the likeliest tokens to report beside each; needs `logprobs`."""
 
     def sampling_params(self, stop: str | Sequence[str] | None, options: Mapping[str, Any]) -> SamplingParams:
-        """How one call decodes: its own options before the fields.
+        """How one call decodes: its own options before the fields. An option that is None leaves the field's value.
 
         Raises:
             InvalidInputError: an option is unknown or breaks its bound.
         """
-        given = {name: value for name, value in options.items() if name not in _CORE_OPTIONS and value is not None}
+        check_options(options)
+        given = {name: value for name, value in options.items() if value is not None}
         names = [name for name in SamplingOptions.model_fields if name != "stop"]
-        for name in given:
-            if name not in (*names, "max_completion_tokens"):
-                limit = f"is not an option of a call; there are stop, {', '.join(names)}"
-                raise unknown_name(name, given[name], limit, ("stop", *names))
         said = {name: given.get(name, getattr(self, name)) for name in names}
         logprobs, top_logprobs, seed = said.pop("logprobs"), said.pop("top_logprobs"), said.pop("seed")
         if top_logprobs is not None and not logprobs:
@@ -75,6 +76,15 @@ class SamplingOptions(BaseModel):
         params = SamplingParams(**said, seed=seed or 0, logprobs=(top_logprobs or 0) if logprobs else None)
         params.check(Limits())
         return replace(params, seed=secrets.randbits(32)) if seed is None and params.temperature > 0 else params
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises `InvalidInputError`, with the nearest name, unless these are options of a call."""
+    known = ("stop", *(name for name in SamplingOptions.model_fields if name != "stop"), *_CALL_OPTIONS)
+    for name, value in options.items():
+        if name not in (*known, *_CORE_OPTIONS):
+            limit = f"is not an option of a call; there are {', '.join(known)}"
+            raise unknown_name(name, value, limit, known)
 
 
 def unknown_name(name: str, value: Any, limit: str, known: Sequence[str]) -> InvalidInputError:

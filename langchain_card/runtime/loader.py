@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from langchain_card.config import NGRAM, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
@@ -21,15 +21,16 @@ from langchain_card.runtime.download import BUILTINS
 from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
 from langchain_card.runtime.files import Progress
 from langchain_card.runtime.graphs import compile_layers
+from langchain_card.runtime.headers import DEFAULT_MAX_LEN
 from langchain_card.runtime.placement import capacity, place
 from langchain_card.runtime.quantization import find_quantizer
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.store import ModelStore
 from langchain_card.runtime.threads import single_threaded
+from langchain_card.runtime.tokenizer import read_tokenizer
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _INT8_DTYPES = ("auto", "float32")
-DEFAULT_MAX_LEN = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
     draft_device = _draft_device(config, devices) if config.has_draft else devices[0]
     target = _spec(config, "model", devices, progress)
     draft = None
-    tokenizer = AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
+    tokenizer = read_tokenizer(target.folder)
     model_config = _text_config(target)
     vocab_size, max_len = model_config.vocab_size, context_length(model_config)
     if config.has_draft:
@@ -193,14 +194,14 @@ def _check_vocabulary(config: EngineConfig, tokenizer: Any, target: ModelSpec, d
     files = [spec.folder / "tokenizer.json" for spec in (target, draft)]
     if all(file.exists() for file in files) and files[0].read_bytes() == files[1].read_bytes():
         return
-    ours, theirs = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(draft.folder, local_files_only=True).get_vocab()
+    ours, theirs = tokenizer.get_vocab(), read_tokenizer(draft.folder).get_vocab()
     if ours != theirs:
         differing = len(set(ours.items()) ^ set(theirs.items()))
         raise VocabularyMismatchError(
             "draft_model",
             config.draft_model,
             f"its tokenizer differs from that of {config.model} in {differing:,} entries",
-            f'use a draft of the same family, or draft_model="{NGRAM}"',
+            f'beside model name a draft of its family, or draft_model="{NGRAM}"; in a call, too',
         )
 
 

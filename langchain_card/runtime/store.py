@@ -25,6 +25,7 @@ from typing import Any, Literal
 from langchain_card.errors import CARDError, InvalidInputError, ModelStoreError, UnknownModelError
 from langchain_card.runtime.download import BUILTINS, fetch, fetch_hub_folder
 from langchain_card.runtime.files import INT8_FORMAT, Progress, Silent, fresh_folder, locked, size_on_disk
+from langchain_card.runtime.headers import cached_hub_file
 from langchain_card.runtime.safety import check_safetensors, inspect_folder
 
 __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
@@ -162,11 +163,25 @@ class ModelStore:
             if is_int8:
                 raise InvalidInputError("model", model, "holds int8 weights, float ones were asked for")
         name = str(source) if _local(model) else model
-        home = self.cache / "converted" / _key(source)
+        home = self.cache / "converted" / file_state(source)
         folder = self._converted(name, source, home, form, report)
         for older in [other for other, of in self._conversions() if of == name and other != home]:
             shutil.rmtree(older, ignore_errors=True)
         return folder
+
+    def tokenizer_source(self, name: str) -> Path:
+        """The folder or GGUF file with a model's tokenizer; the model is only downloaded if nothing of it is here.
+
+        Raises:
+            UnknownModelError: no such model.
+            ModelStoreError: it could not be downloaded; see `download.fetch`.
+        """
+        source = None if name in BUILTINS else _local(name) or _cached(name)
+        if source is not None and source.is_dir():
+            return source
+        home = self._home(name) if source is None else self.cache / "converted" / file_state(source)
+        ready = (home / form for form in ("int8", "float") if _stamp(home / form).get("converter") == CONVERTER)
+        return next(ready, None) or source or self.pull(name)
 
     def _converted(self, name: str, source: Path, home: Path, form: Literal["float", "int8"], report: Progress) -> Path:
         target = home / form
@@ -215,7 +230,12 @@ def _local(name: str) -> Path | None:
     raise UnknownModelError("model", name, limit, f"did you mean {' or '.join(near)}")
 
 
-def _key(source: Path) -> str:
+def _cached(repo_id: str) -> Path | None:
+    found = cached_hub_file(repo_id, "tokenizer_config.json")
+    return found and found.parent
+
+
+def file_state(source: Path) -> str:
     """Names one state of a user's files: changes with the path, the sizes or the times."""
     files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
     state = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]

@@ -1,0 +1,126 @@
+"""Where LangChain calls in: errors go out as its own kinds, and a call may be answered by another model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol, TypeVar, cast
+
+from langchain_core import exceptions as core
+from typing_extensions import Self
+
+from langchain_card import errors
+from langchain_card.errors import CARDError, restored
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CORE_KINDS: Mapping[type[CARDError], type[core.ModelError]] = {
+    CARDError: core.ModelError,
+    errors.InvalidInputError: core.ModelInvalidRequestError,
+    errors.ContextOverflowError: core.ContextOverflowError,
+    errors.UnknownModelError: core.ModelNotFoundError,
+    errors.DownloadError: core.ModelConnectionError,
+    errors.EngineError: core.ModelAPIError,
+    errors.EngineBusyError: core.ModelRateLimitError,
+    errors.EngineClosedError: core.ModelError,
+    errors.GenerationTimeoutError: core.ModelTimeoutError,
+}
+"""What each error is to LangChain; one that is not listed is what its base class is."""
+
+
+class Callee(Protocol):
+    """What `answering` asks of a chat model."""
+
+    def _for_call(self, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]: ...
+
+
+def langchain_kind(kind: type[CARDError]) -> type[CARDError]:
+    """The class that is both `kind` and what `_CORE_KINDS` says; of the same name, and picklable."""
+    if kind not in _combined:
+        _combined.setdefault(kind, kind if issubclass(kind, core.ModelError) else _combine(kind))
+    return _combined[kind]
+
+
+_combined: dict[type[CARDError], type[CARDError]] = {}
+
+
+def _combine(kind: type[CARDError]) -> type[CARDError]:
+    core_kind = next(_CORE_KINDS[base] for base in kind.__mro__ if base in _CORE_KINDS)
+
+    def reduce(error: CARDError) -> tuple[Callable[..., CARDError], tuple[Any, ...]]:
+        return _unpickled, (kind, error.args, error.__dict__)
+
+    own = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": reduce}
+    return type(kind.__name__, (kind, core_kind), own)
+
+
+def _unpickled(kind: type[CARDError], args: tuple[Any, ...], state: Mapping[str, Any]) -> CARDError:
+    return restored(langchain_kind(kind), args, state)
+
+
+@contextmanager
+def langchain_errors() -> Iterator[None]:
+    """Raises this package's errors as instances of LangChain's kinds, too; traceback and cause stay."""
+    try:
+        yield
+    except CARDError as error:
+        raised = restored(langchain_kind(type(error)), error.args, error.__dict__)
+        raise raised.with_traceback(error.__traceback__) from error.__cause__
+
+
+def answering(method: F) -> F:
+    """Makes `_generate`, `_stream` or one of their async forms speak LangChain.
+
+    Its errors go through `langchain_errors`, and it runs on the model that the call's options name (`_for_call`).
+    """
+    wrapped = next(wrap for is_such, wrap in _WRAPPERS if is_such(method))(method)
+    return cast("F", functools.wraps(method)(wrapped))
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Callee, *args: Any, **options: Any) -> Any:
+        with langchain_errors():
+            model, rest = self._for_call(options)
+            return method(model, *args, **rest)
+
+    return call
+
+
+def _coroutine(method: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(self: Callee, *args: Any, **options: Any) -> Any:
+        with langchain_errors():
+            model, rest = self._for_call(options)
+            return await method(model, *args, **rest)
+
+    return call
+
+
+def _generator(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Callee, *args: Any, **options: Any) -> Iterator[Any]:
+        with langchain_errors():
+            model, rest = self._for_call(options)
+            yield from method(model, *args, **rest)
+
+    return call
+
+
+def _async_generator(method: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(self: Callee, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        with langchain_errors():
+            model, rest = self._for_call(options)
+            async with aclosing(method(model, *args, **rest)) as items:
+                async for item in items:
+                    yield item
+
+    return call
+
+
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_WRAPPERS: tuple[tuple[Callable[[Any], bool], _Wrapper], ...] = (
+    (inspect.isasyncgenfunction, _async_generator),
+    (inspect.iscoroutinefunction, _coroutine),
+    (inspect.isgeneratorfunction, _generator),
+    (callable, _plain),
+)

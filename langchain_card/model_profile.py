@@ -1,0 +1,39 @@
+"""What a chat model can do, in LangChain's words, found out without loading it."""
+
+from __future__ import annotations
+
+from langchain_core.language_models.model_profile import ModelProfile
+
+from langchain_card.config import EngineConfig
+from langchain_card.runtime.headers import DEFAULT_MAX_LEN, context_length
+
+
+def profile_of(config: EngineConfig) -> ModelProfile:
+    """The profile of the model that an engine of this configuration runs.
+
+    `max_input_tokens` is the longest prompt that the engine takes, and `max_output_tokens` the longest answer that it
+    gives; both are left out where the model's files do not say how long its context is.
+    """
+    profile = ModelProfile(
+        text_inputs=True,
+        image_inputs=False,
+        image_url_inputs=False,
+        pdf_inputs=False,
+        audio_inputs=False,
+        video_inputs=False,
+        text_outputs=True,
+        image_outputs=False,
+        audio_outputs=False,
+        video_outputs=False,
+        reasoning_output=False,
+        tool_calling=False,
+        structured_output=False,
+        temperature=True,
+    )
+    trained = context_length(config.model)
+    length = config.max_model_len or (trained and DEFAULT_MAX_LEN)
+    if length is not None:
+        room = min(length, trained or length) - config.limits.max_window - 1  # one token is the other side's
+        profile["max_input_tokens"] = max(room, 0)
+        profile["max_output_tokens"] = max(min(room, config.limits.max_output_tokens), 0)
+    return profile
