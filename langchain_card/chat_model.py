@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -14,19 +15,23 @@ from pydantic import PrivateAttr, model_validator
 from typing_extensions import Self, override
 
 from langchain_card._version import __version__
-from langchain_card.answer import Answer, consuming, consuming_in_task
-from langchain_card.batches import Batches, join_group
-from langchain_card.boundary import answering, langchain_errors
-from langchain_card.chat_contract import ChatContract
-from langchain_card.consumers import Consumer, EventStreams
+from langchain_card.chat.answer import Answer, consuming, consuming_in_task
+from langchain_card.chat.batches import Batches, join_group
+from langchain_card.chat.boundary import answering, langchain_errors
+from langchain_card.chat.consumers import Consumer, EventStreams
+from langchain_card.chat.contract import ChatContract
+from langchain_card.chat.siblings import Siblings
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
 from langchain_card.prompt import encode, to_conversation
-from langchain_card.siblings import Siblings
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
     from langchain_card.engine.generation import Generation
+
+
+_preparing = ThreadPoolExecutor(max_workers=4, thread_name_prefix="card-prepare")
+"""Where async calls render and tokenize their prompts, and load: off the loop, and not in its own few threads."""
 
 
 class CARDChatModel(ChatContract, Batches, EventStreams):
@@ -63,7 +68,8 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        self._add_version("langchain-card", __version__)
+        if hasattr(self, "_add_version"):  # from langchain-core 1.4.9 on
+            self._add_version("langchain-card", __version__)
         self._check_models()
         self.sampling_params(None, {})
         self._lease = EngineLease(self._engine_config())
@@ -135,7 +141,8 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
     async def _astart(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> Generation:
-        prepared = await asyncio.to_thread(self._prepare, messages, stop, options)
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(_preparing, self._prepare, messages, stop, options)
         return self._submit(*prepared)  # on the loop: a cancelled task leaves its thread running
 
     def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams) -> Generation:

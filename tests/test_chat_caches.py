@@ -8,9 +8,9 @@ import pytest
 from langchain_core.caches import InMemoryCache
 
 from langchain_card import CARDChatModel
+from langchain_card.chat.sampling_options import SamplingOptions
 from langchain_card.config import Limits, Pins
 from langchain_card.engine.engine import Engine
-from langchain_card.sampling_options import SamplingOptions
 
 SAME: list[dict[str, Any]] = [
     {"schedule": "plain"},

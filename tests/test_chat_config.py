@@ -15,8 +15,8 @@ from langchain_core.rate_limiters import InMemoryRateLimiter
 from pydantic import ValidationError
 
 from langchain_card import CARDChatModel
+from langchain_card.chat.field_docs import INHERITED, described
 from langchain_card.config import Limits, Pins
-from langchain_card.field_docs import INHERITED, described
 
 OTHER: dict[str, Any] = {
     "draft_model": "ngram",

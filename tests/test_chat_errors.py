@@ -15,7 +15,7 @@ from langchain_core import exceptions as core
 from langchain_core.messages import AIMessage, HumanMessage
 
 from langchain_card import CARDChatModel, errors
-from langchain_card.boundary import langchain_errors, langchain_kind
+from langchain_card.chat.boundary import langchain_errors, langchain_kind
 from langchain_card.config import Limits
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Generation

@@ -18,13 +18,14 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 from test_gguf import tiny_gguf
 
-from langchain_card import CARDChatModel, chat_contract
+from langchain_card import CARDChatModel
+from langchain_card.chat import contract
+from langchain_card.chat.profile import profile_of
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.lease import EngineLease
 from langchain_card.errors import ContextOverflowError, ModelStoreError
-from langchain_card.model_profile import profile_of
 from langchain_card.runtime import families, headers
 from langchain_card.runtime.download import BUILTINS
 from langchain_card.runtime.store import ModelStore
@@ -266,7 +267,7 @@ def test_tools_are_counted_as_the_template_is_given_them(
         seen.append(options)
         return [1] * (5 + len(options.get("tools", ())))
 
-    monkeypatch.setattr(chat_contract, "encode", encode)
+    monkeypatch.setattr(contract, "encode", encode)
     model = CARDChatModel(**toy)
     assert model.get_num_tokens_from_messages(CONVERSATION) == 5
     assert model.get_num_tokens_from_messages(CONVERSATION, tools=[]) == 5

@@ -197,7 +197,8 @@ async def test_a_thousand_streams_that_are_broken_off_leave_nothing(toy: dict[st
     rng = random.Random(0)
     with CARDChatModel(**toy, max_model_len=512).load() as model:
         engine = model._engine()
-        await asyncio.gather(*(leave(model, rng.randrange(5), 1, 0.0) for _ in range(5)))
+        await asyncio.gather(*(leave(model, 2, 1, 0.0) for _ in range(40)))
+        await asyncio.gather(*(leave(model, 0, 1, 0.0) for _ in range(40)))
         gc.collect()
         threads = threading.active_count()
         for _ in range(50):

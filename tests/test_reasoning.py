@@ -10,7 +10,7 @@ from conftest import SMALL
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 
 from langchain_card import CARDChatModel
-from langchain_card.reasoning import Thoughts
+from langchain_card.chat.reasoning import Thoughts
 
 WHOLE = "<think>\nLet me see.\n</think>\n\nIt is 4."
 

@@ -14,12 +14,12 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 from typing_extensions import Self, override
 
-from langchain_card.boundary import langchain_errors
-from langchain_card.engine_options import EngineOptions
-from langchain_card.field_docs import JsonFields, fields_section
-from langchain_card.model_profile import profile_of
+from langchain_card.chat.boundary import langchain_errors
+from langchain_card.chat.engine_options import EngineOptions
+from langchain_card.chat.field_docs import JsonFields, fields_section
+from langchain_card.chat.profile import profile_of
+from langchain_card.chat.sampling_options import SamplingOptions, check_options, unknown_name
 from langchain_card.prompt import encode, to_conversation
-from langchain_card.sampling_options import SamplingOptions, check_options, unknown_name
 
 if TYPE_CHECKING:
     from langchain_core.language_models.chat_models import _ChatModelBinding

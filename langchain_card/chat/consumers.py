@@ -10,21 +10,22 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from langchain_core.language_models.chat_model_stream import (
-    AsyncChatModelStream,
-    AsyncProjection,
-    AsyncTextProjection,
-    ChatModelStream,
-    SyncProjection,
-    SyncTextProjection,
-)
+from langchain_core.language_models.chat_model_stream import AsyncChatModelStream, ChatModelStream
 from langchain_core.language_models.chat_models import BaseChatModel
 from typing_extensions import Self, override
 
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import GenerationAbortedError
+
+if TYPE_CHECKING:
+    from langchain_core.language_models.chat_model_stream import (
+        AsyncProjection,
+        AsyncTextProjection,
+        SyncProjection,
+        SyncTextProjection,
+    )
 
 T = TypeVar("T")
 

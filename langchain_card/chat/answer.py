@@ -12,11 +12,11 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
+from langchain_card.chat.reasoning import OPEN, Thoughts, thinks
 from langchain_card.core.messages import TokenLogprob
 from langchain_card.detokenizer import Piece, token_bytes
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationTimeoutError
-from langchain_card.reasoning import OPEN, Thoughts, thinks
 
 _MARK_TOKENS = 8
 """Tokens at the end of a prompt that may be the mark of a thought."""

@@ -16,16 +16,24 @@ from langchain_card.errors import CARDError, restored
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CORE_KINDS: Mapping[type[CARDError], type[core.ModelError]] = {
-    CARDError: core.ModelError,
-    errors.InvalidInputError: core.ModelInvalidRequestError,
-    errors.ContextOverflowError: core.ContextOverflowError,
-    errors.UnknownModelError: core.ModelNotFoundError,
-    errors.DownloadError: core.ModelConnectionError,
-    errors.EngineError: core.ModelAPIError,
-    errors.EngineBusyError: core.ModelRateLimitError,
-    errors.EngineClosedError: core.ModelError,
-    errors.GenerationTimeoutError: core.ModelTimeoutError,
+
+def _core(name: str) -> type[Exception]:
+    """LangChain's class; before langchain-core 1.6 there are hardly any."""
+    found: type[Exception] = getattr(core, name, getattr(core, "ModelError", core.LangChainException))
+    return found
+
+
+_CORE_KINDS: Mapping[type[CARDError], type[Exception]] = {
+    CARDError: _core("ModelError"),
+    errors.InvalidInputError: _core("ModelInvalidRequestError"),
+    errors.ContextOverflowError: _core("ContextOverflowError"),
+    errors.UnknownModelError: _core("ModelNotFoundError"),
+    errors.DownloadError: _core("ModelConnectionError"),
+    errors.EngineError: _core("ModelAPIError"),
+    errors.EngineBusyError: _core("ModelRateLimitError"),
+    errors.EngineClosedError: _core("ModelError"),
+    errors.GenerationAbortedError: _core("ModelError"),
+    errors.GenerationTimeoutError: _core("ModelTimeoutError"),
 }
 """What each error is to LangChain; one that is not listed is what its base class is."""
 
@@ -39,7 +47,7 @@ class Callee(Protocol):
 def langchain_kind(kind: type[CARDError]) -> type[CARDError]:
     """The class that is both `kind` and what `_CORE_KINDS` says; of the same name, and picklable."""
     if kind not in _combined:
-        _combined.setdefault(kind, kind if issubclass(kind, core.ModelError) else _combine(kind))
+        _combined.setdefault(kind, kind if issubclass(kind, _core("ModelError")) else _combine(kind))
     return _combined[kind]
 
 
