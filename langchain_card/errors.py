@@ -4,6 +4,7 @@
 CARDError
 ├── InvalidInputError (ValueError)      a field's value breaks a limit
 │   ├── ContextOverflowError            prompt (+ answer) longer than the model's context
+│   ├── UnsupportedContentError         images, audio, files: the model reads text only
 │   ├── UnknownModelError               no such model name; carries the nearest names
 │   ├── UnsupportedModelError           the engine cannot run this kind of model exactly
 │   └── VocabularyMismatchError         draft and target do not share a vocabulary
@@ -70,6 +71,10 @@ class InvalidInputError(CARDError, ValueError):
 
 class ContextOverflowError(InvalidInputError):
     """The prompt, or prompt and answer together, are longer than the model's context."""
+
+
+class UnsupportedContentError(InvalidInputError):
+    """A message holds a block that is not text: an image, audio, a video, a file, or of a type that is not known."""
 
 
 class UnknownModelError(InvalidInputError):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+)
 
-from langchain_card.errors import InvalidInputError
+from langchain_card.control_tokens import control_tokens, map_texts
+from langchain_card.errors import InvalidInputError, UnsupportedContentError
 
 _ROLES: dict[type[BaseMessage], str] = {
     SystemMessage: "system",
@@ -16,53 +25,87 @@ _ROLES: dict[type[BaseMessage], str] = {
     AIMessage: "assistant",
     ToolMessage: "tool",
 }
+_REASONING = ("reasoning", "thinking", "redacted_thinking")  # the last one is encrypted: no text
+_CALLS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "input_json_delta", "function_call")
+_TEXTS = ("content", "reasoning_content")
+
+Turn = dict[str, Any]
 
 
-def to_conversation(messages: Sequence[BaseMessage], model: str) -> list[dict[str, Any]]:
+def to_conversation(messages: Sequence[BaseMessage], model: str) -> list[Turn]:
     """Messages in the form that chat templates take.
+
+    Text blocks are joined. What an AI message thought goes into `reasoning_content`, and its blocks that repeat
+    `tool_calls` are left out, so that answers stored with `output_version="v1"` can be sent back. Results of tools in
+    a human message become turns of their own, before it.
 
     Args:
         messages: system, human, AI, tool and chat messages; text only.
         model: its name, for errors.
 
     Raises:
-        InvalidInputError: no messages, a message of another kind, or content that is not text.
+        InvalidInputError: no messages, or a message of another kind.
+        UnsupportedContentError: content that is not text.
     """
     if not messages:
         raise InvalidInputError("messages", [], "must hold at least one message", "pass a string or a list of messages")
-    return [_turn(message, model) for message in messages]
+    return [_turn(part, model) for message in messages for part in _parts(message)]
 
 
-def encode(conversation: list[dict[str, Any]], tokenizer: Any, model: str) -> list[int]:
+def encode(conversation: Sequence[Turn], tokenizer: Any, model: str, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
     """Prompt token ids of a conversation, the header of the answer included.
+
+    Control tokens in it are the template's own: where a text spells one, it is read as ordinary characters. When the
+    template refuses the conversation, neighbours of one role are merged; then system turns become the user's, too.
 
     Args:
         conversation: of `to_conversation`.
         tokenizer: of transformers, with a chat template.
         model: its name, for errors.
+        tools: that the model may call, in OpenAI's form; for templates that know of tools.
 
     Raises:
-        InvalidInputError: there is no chat template, or it refuses the conversation.
+        InvalidInputError: there is no chat template, it refuses the conversation, or makes control tokens of a text.
     """
     if not tokenizer.chat_template:
         hint = "use an instruct model; base models only continue text"
         raise InvalidInputError("model", model, "its tokenizer has no chat template", hint)
-    try:
-        return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
-    except TemplateError as error:
-        roles = [turn["role"] for turn in conversation]
-        raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {error}") from error
+    refusal: TemplateError | None = None
+    for turns in _forms(list(conversation)):
+        try:
+            return _ids(turns, list(tools), tokenizer, model)
+        except TemplateError as error:  # noqa: PERF203 - three times at most
+            refusal = refusal or error
+    roles, words = [turn["role"] for turn in conversation], control_tokens(tokenizer).unmark(str(refusal))
+    raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {words}") from refusal
 
 
-def _turn(message: BaseMessage, model: str) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": _role(message), "content": _text(message, model)}
-    if isinstance(message, AIMessage) and message.tool_calls:
-        turn["tool_calls"] = [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in message.tool_calls
-        ]
+# Messages to turns.
+
+
+def _parts(message: BaseMessage) -> list[BaseMessage]:
+    """The message, or the results of tools in it, where a human brings them, and what is left."""
+    if not isinstance(message, HumanMessage) or isinstance(message.content, str):
+        return [message]
+    results = [block for block in message.content if isinstance(block, dict) and block.get("type") == "tool_result"]
+    others = [block for block in message.content if block not in results]
+    tools = [ToolMessage(block.get("content", ""), tool_call_id=block.get("tool_use_id", "")) for block in results]
+    return [*tools, message.model_copy(update={"content": others})] if others or not results else [*tools]
+
+
+def _turn(message: BaseMessage, model: str) -> Turn:
+    turn: Turn = {"role": _role(message), "content": ""}
+    for block in [message.content] if isinstance(message.content, str) else message.content:
+        _add(block, turn, model)
+    if message.name:
+        turn["name"] = message.name
     if isinstance(message, ToolMessage):
         turn["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AIMessage):
+        thought = turn.get("reasoning_content") or message.additional_kwargs.get("reasoning_content")
+        turn |= {"reasoning_content": str(thought)} if thought else {}
+        calls = [_call(call) for call in message.tool_calls]
+        turn |= {"tool_calls": calls} if calls else {}
     return turn
 
 
@@ -75,15 +118,74 @@ def _role(message: BaseMessage) -> str:
     raise InvalidInputError("messages", message.type, "must be system, human, ai, tool or chat messages")
 
 
-def _text(message: BaseMessage, model: str) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(_block_text(block, model) for block in message.content)
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
 
 
-def _block_text(block: str | dict[Any, Any], model: str) -> str:
+def _add(block: str | dict[Any, Any], turn: Turn, model: str) -> None:
+    """Makes a block part of its turn. Here a target that reads more than text would take what it reads."""
     if isinstance(block, str):
-        return block
-    if block.get("type") == "text" and isinstance(block.get("text"), str):
-        return str(block["text"])
-    raise InvalidInputError("content block", block.get("type"), f"{model} reads text only", "pass text blocks")
+        block = {"type": "text", "text": block}
+    kind, by_model = str(block.get("type")), turn["role"] == "assistant"
+    if kind == "text" and isinstance(block.get("text"), str):
+        turn["content"] += block["text"]
+    elif by_model and kind in _REASONING:
+        thought = block.get("reasoning") or block.get("thinking") or ""
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + str(thought)
+    elif not (by_model and (kind in _CALLS or kind.startswith("server_tool_"))):
+        hint = "pass text blocks; what they say can be written out"
+        raise UnsupportedContentError("content block", block.get("type"), f"{model} reads text only", hint)
+
+
+# Turns to token ids.
+
+
+def _ids(turns: list[Turn], tools: list[dict[str, Any]], tokenizer: Any, model: str) -> list[int]:
+    """Token ids; the control tokens among them are those of the same turns with harmless texts."""
+    control = control_tokens(tokenizer)
+
+    def apply(turns: list[Turn], tools: list[dict[str, Any]], tokenize: bool = False) -> Any:
+        return tokenizer.apply_chat_template(
+            turns, tools=tools or None, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+        )
+
+    marked = map_texts([turns, tools], control.mark)
+    ids = list(apply(turns, tools, tokenize=True)) if marked == [turns, tools] else control.encode(apply(*marked))
+    harmless, harmless_tools = map_texts(marked, control.defuse)
+    for turn in harmless:
+        turn |= {key: control.fence(turn[key]) for key in _TEXTS if isinstance(turn.get(key), str)}
+    if control.among(ids) != control.found_in(apply(harmless, harmless_tools)):
+        limit = f"the chat template of {model} makes control tokens of their text"
+        raise InvalidInputError("messages", [turn["role"] for turn in turns], limit, "leave out what looks like one")
+    return ids
+
+
+def _forms(turns: list[Turn]) -> Iterator[list[Turn]]:
+    """Conversations that say the same, in the order in which they are tried."""
+    yield turns
+    yield _merged(turns)
+    yield _merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
+
+
+def _merged(turns: list[Turn]) -> list[Turn]:
+    """Neighbours of one role as one turn; results of tools stay apart, each belongs to a call."""
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and turn["role"] == merged[-1]["role"] != "tool":
+            merged[-1] = _joined(merged[-1], turn)
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _joined(first: Turn, second: Turn) -> Turn:
+    """Two turns of one role as one; a name stays if it is that of both."""
+    both = {**first, **second}
+    for key in _TEXTS:
+        if key in both:
+            both[key] = "\n\n".join(turn[key] for turn in (first, second) if turn.get(key))
+    if "tool_calls" in both:
+        both["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    if first.get("name") != second.get("name"):
+        del both["name"]
+    return both

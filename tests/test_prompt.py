@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from langchain_core.messages import (
     HumanMessage,
     RemoveMessage,
     SystemMessage,
+    ToolCall,
     ToolMessage,
 )
 
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, UnsupportedContentError
 from langchain_card.prompt import encode, to_conversation
 
 
@@ -75,11 +77,108 @@ def test_tool_calls_reach_the_template() -> None:
     assert turns[1]["tool_call_id"] == "7"
 
 
-@pytest.mark.parametrize("kind", ["image", "image_url", "audio", "thinking"])
-def test_other_blocks_are_refused_by_name(kind: str) -> None:
-    message = HumanMessage([{"type": "text", "text": "what is this?"}, {"type": kind, kind: "data"}])
-    with pytest.raises(InvalidInputError, match=f"content block = '{kind}': toy reads text only"):
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "image", "url": "https://example.com/cat.png"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
+        {"type": "input_image", "image_url": ""},
+        {"type": "audio", "base64": "", "mime_type": "audio/wav"},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "video", "url": "https://example.com/cat.mp4"},
+        {"type": "file", "file_id": "1"},
+        {"type": "text-plain", "text": "a file's words"},
+        {"type": "document", "source": {"type": "text", "data": ""}},
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "tool_use", "id": "1", "name": "add", "input": {}},
+        {"type": "text", "text": None},
+        {"type": "hologram"},
+        {"image": "cat.png"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [SystemMessage, HumanMessage])
+def test_other_blocks_are_refused_by_name(block: dict[str, Any], kind: type[BaseMessage]) -> None:
+    message = kind([{"type": "text", "text": "what is this?"}, block])
+    name = re.escape(repr(block.get("type")))
+    with pytest.raises(UnsupportedContentError, match=f"content block = {name}: toy reads text only. Hint: pass text"):
         prompt_of(message)
+
+
+def test_images_of_assistants_and_tools_are_refused() -> None:
+    image = {"type": "image", "url": "https://example.com/cat.png"}
+    for message in (AIMessage([image]), ToolMessage([image], tool_call_id="1")):
+        with pytest.raises(InvalidInputError, match="'image': toy reads text only"):
+            prompt_of(message)
+
+
+CALL: ToolCall = {"name": "add", "args": {"a": 1}, "id": "7", "type": "tool_call"}
+FUNCTION = {"type": "function", "id": "7", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [{"type": "reasoning", "reasoning": "One and"}, {"type": "text", "text": "It is "}, dict(CALL), "2."],
+        [{"type": "thinking", "thinking": "One ", "signature": "x"}, {"type": "thinking", "thinking": "and"},
+         {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "It is 2."},
+         {"type": "tool_use", "id": "7", "name": "add", "input": {"a": 1}}],
+        [{"type": "reasoning", "reasoning": "One and", "summary": []}, {"type": "function_call", "name": "add"},
+         {"type": "server_tool_call", "name": "web_search", "id": "8", "args": {}},
+         {"type": "server_tool_result", "tool_call_id": "8"}, {"type": "text", "text": "It is 2."}],
+    ],
+    ids=["v1", "Anthropic", "OpenAI"],
+)  # fmt: skip
+def test_typed_blocks_of_an_answer(blocks: list[Any]) -> None:
+    (turn,) = to_conversation([AIMessage(blocks, tool_calls=[CALL])], "toy")
+    assert turn == {
+        "role": "assistant", "content": "It is 2.", "reasoning_content": "One and", "tool_calls": [FUNCTION],
+    }  # fmt: skip
+
+
+def test_an_answer_stored_as_v1_goes_back() -> None:
+    stored = AIMessage(content_blocks=[{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "2"}, CALL])
+    (turn,) = to_conversation([stored], "toy")
+    assert (turn["content"], turn["reasoning_content"], turn["tool_calls"]) == ("2", "hm", [FUNCTION])
+
+
+def test_reasoning_beside_the_content() -> None:
+    message = AIMessage("2", additional_kwargs={"reasoning_content": "hm"})
+    expected = [{"role": "assistant", "content": "2", "reasoning_content": "hm"}]
+    assert to_conversation([message], "toy") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("42", "42"), (42, "42"), (None, "None"), (["4", {"type": "text", "text": "2"}], "42"), ([], "")],
+)
+def test_results_of_tools(content: Any, text: str) -> None:
+    message = ToolMessage(content=content, tool_call_id="7", name="add", status="error")
+    assert to_conversation([message], "toy") == [{"role": "tool", "content": text, "name": "add", "tool_call_id": "7"}]
+
+
+def test_results_of_tools_in_a_human_message() -> None:
+    results = [
+        {"type": "tool_result", "tool_use_id": "7", "content": "42"},
+        {"type": "tool_result", "tool_use_id": "8", "content": [{"type": "text", "text": "no"}], "is_error": True},
+    ]
+    tools = [
+        {"role": "tool", "content": "42", "tool_call_id": "7"},
+        {"role": "tool", "content": "no", "tool_call_id": "8"},
+    ]
+    assert to_conversation([HumanMessage(results)], "toy") == tools
+    named = HumanMessage([*results, {"type": "text", "text": "And?"}], name="bob")
+    assert to_conversation([named], "toy") == [*tools, {"role": "user", "content": "And?", "name": "bob"}]
+
+
+def test_tools_reach_the_template() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    ids = encode([{"role": "user", "content": "hi"}], tokenizer, "toy", tools)
+    assert tokenizer.decode(ids) == '[{"type": "function", "function": {"name": "add", "parameters": {}}}]hi'
+    assert tokenizer.decode(encode([{"role": "user", "content": "hi"}], tokenizer, "toy")) == "nullhi"
 
 
 def test_no_messages() -> None:
