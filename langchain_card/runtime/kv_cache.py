@@ -16,6 +16,7 @@ A sequence that is closed leaves its text behind. The next one takes over the lo
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -158,12 +159,13 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, because masked slots are multiplied by zero, and zero times a stray NaN is NaN.
 
-    On a CPU the pages are the system's own zeros, which take memory when they are first written to.
+    On a CPU the pages are the system's own zeros, which take memory when they are first written to. NumPy would ask for
+    huge ones: a sequence then takes all of its room with its first token (380 MB and half a second for SmolLM2).
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    pages = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
