@@ -23,11 +23,13 @@ from langchain_card.chat.contract import ChatContract
 from langchain_card.chat.siblings import Siblings
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
+from langchain_card.progress import ConsoleProgress
 from langchain_card.prompt import encode, to_conversation
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
     from langchain_card.engine.generation import Generation
+    from langchain_card.runtime.files import Progress
 
 
 _preparing = ThreadPoolExecutor(max_workers=4, thread_name_prefix="card-prepare")
@@ -77,13 +79,16 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
 
     # The engine's life.
 
-    def load(self) -> Self:
+    def load(self, progress: Progress | None = None) -> Self:
         """Downloads, converts and loads what is not there yet, and holds it until `close()`; returns the model itself.
 
         With `configurable_fields` LangChain makes a new instance per call: a loaded first one keeps the weights alive.
+
+        Args:
+            progress: told about downloads and conversions; by default they show on standard error.
         """
         with langchain_errors():
-            self._engine()
+            self._engine(progress)
         return self
 
     def close(self) -> None:
@@ -102,11 +107,14 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         copied._lease, copied._siblings = EngineLease(self._lease.config), Siblings()
         return copied
 
-    def _engine(self) -> Engine:
+    def _engine(self, progress: Progress | None = None) -> Engine:
         config = self._engine_config()
         if self._lease.config != config:  # fields were assigned, or changed in a copy
             self._lease = EngineLease(config)
-        return self._lease.engine()
+        if self._lease.held is not None:
+            return self._lease.engine()
+        with ConsoleProgress() as console:
+            return self._lease.engine(progress or console)
 
     # Answers.
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -233,3 +234,23 @@ def test_a_target_that_always_fails_hangs_nobody_and_recovers(
             with pytest.raises(EngineError, match=words):
                 model.invoke("hi")
     assert model.invoke("hi").content == wanted
+
+
+def test_loading_tells_how_far_it_is(toy: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    class Heard:
+        def __init__(self) -> None:
+            self.stages: list[str] = []
+
+        def update(self, stage: str, done: int, total: int) -> None:
+            self.stages.append(stage)
+
+    heard = Heard()
+    fields = {**toy, "dtype": "auto", "quantization": "int8"}
+    with CARDChatModel(**fields).load(heard) as model:
+        assert heard.stages, "converting to int8 takes a while"
+        assert heard.stages[0] not in capsys.readouterr().err
+        converted = model._engine()._pair.target.folder
+    shutil.rmtree(converted)
+    with CARDChatModel(**fields) as model:
+        assert model.invoke("hi").content
+        assert heard.stages[0] in capsys.readouterr().err

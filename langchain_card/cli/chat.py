@@ -91,7 +91,7 @@ def _run_demo(config: EngineConfig, params: SamplingParams, opening: list[dict[s
 
 def load(screen: Screen, config: EngineConfig) -> Engine:
     """Brings the models here where needed, loads them, and shows how far it is."""
-    from langchain_card.cli.models import ConsoleProgress
+    from langchain_card.progress import ConsoleProgress
 
     with screen.waiting("loading torch and transformers"):
         from transformers.utils import logging

@@ -14,6 +14,7 @@ from langchain_card.errors import EngineClosedError
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
+    from langchain_card.runtime.files import Progress
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,11 @@ class EngineLease:
         self._return: weakref.finalize[..., EngineLease] | None = None
         self._closed = False
 
-    def engine(self) -> Engine:
+    def engine(self, progress: Progress | None = None) -> Engine:
         """The engine, built now when nobody in the process holds it: that blocks while weights are loaded.
+
+        Args:
+            progress: told about downloads and conversions.
 
         Raises:
             EngineClosedError: the lease was closed.
@@ -49,7 +53,7 @@ class EngineLease:
                 hint = "make a new one; equal configurations share their weights"
                 raise EngineClosedError("model", self.config.model, "this model object was closed", hint)
             if self._engine is None:
-                self._engine = acquire_engine(self.config)
+                self._engine = acquire_engine(self.config, progress)
                 self._return = weakref.finalize(self, _given_back.put, self.config)
                 self._return.atexit = False
                 _start_returning()
