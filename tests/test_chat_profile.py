@@ -286,3 +286,10 @@ def own(toy: dict[str, Any]) -> Iterator[CARDChatModel]:
 def test_a_function_of_the_users_counts_texts(own: CARDChatModel, no_weights: None) -> None:
     assert own.get_token_ids("x") == [7] * 5
     assert own.get_num_tokens("x") == 5
+
+
+def test_a_template_that_knows_thoughts_shows_in_the_profile(toy: dict[str, Any], tmp_path: Path) -> None:
+    assert CARDChatModel(**toy).profile["reasoning_output"] is False  # type: ignore[index]
+    folder = shutil.copytree(toy["model"], tmp_path / "thinker")
+    (folder / "chat_template.jinja").write_text("{% if thinking %}<think>{% endif %}")
+    assert CARDChatModel(**{**toy, "model": str(folder)}).profile["reasoning_output"] is True  # type: ignore[index]

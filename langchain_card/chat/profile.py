@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from langchain_core.language_models.model_profile import ModelProfile
 
+from langchain_card.chat.reasoning import OPEN
 from langchain_card.config import EngineConfig
-from langchain_card.runtime.headers import DEFAULT_MAX_LEN, context_length
+from langchain_card.runtime.headers import DEFAULT_MAX_LEN, chat_template, context_length
 
 
 def profile_of(config: EngineConfig) -> ModelProfile:
@@ -25,7 +26,7 @@ def profile_of(config: EngineConfig) -> ModelProfile:
         image_outputs=False,
         audio_outputs=False,
         video_outputs=False,
-        reasoning_output=False,
+        reasoning_output=OPEN in chat_template(config.model),
         tool_calling=False,
         structured_output=False,
         temperature=True,

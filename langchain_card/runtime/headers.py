@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from langchain_card.runtime.download import BUILTINS
-from langchain_card.runtime.safety import MAX_CONFIG_BYTES
+from langchain_card.runtime.safety import MAX_CONFIG_BYTES, MAX_JSON_BYTES
 
 DEFAULT_MAX_LEN = 8192
 """Positions of a sequence where nobody asks for more and the model was trained for as many."""
@@ -18,6 +18,7 @@ _TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 """What families call their positions."""
 
+_TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 _GGUF_HEAD = 1 << 16  # bytes: the model's numbers come before its vocabulary
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -43,6 +44,19 @@ def context_length(name: str) -> int | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError, OverflowError):
         return None
     return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
+
+
+def chat_template(name: str) -> str:
+    """What holds the chat template of a folder or a hub repository on this machine; "" for others."""
+    if name in BUILTINS or Path(name).expanduser().is_file():
+        return ""
+    folder = Path(name).expanduser()
+    found = (folder / file if folder.is_dir() else cached_hub_file(name, file) for file in _TEMPLATE_FILES)
+    try:
+        files = [path for path in found if path is not None and path.is_file()]
+        return "".join(path.read_text() for path in files if path.stat().st_size <= MAX_JSON_BYTES)
+    except (OSError, ValueError):
+        return ""
 
 
 def cached_hub_file(repo_id: str, file: str) -> Path | None:
