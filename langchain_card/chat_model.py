@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 _preparing = ThreadPoolExecutor(max_workers=4, thread_name_prefix="card-prepare")
-"""Where async calls render and tokenize their prompts, and load: off the loop, and not in its own few threads."""
+"""Where async calls render and tokenize their prompts: off the loop, and not in its own few threads."""
+
+_loading = ThreadPoolExecutor(max_workers=4, thread_name_prefix="card-load")
+"""The same where the model must be loaded first, so that nobody else waits for that."""
 
 
 class CARDChatModel(ChatContract, Batches, EventStreams):
@@ -150,7 +153,8 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> Generation:
         loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(_preparing, self._prepare, messages, stop, options)
+        executor = _preparing if self._lease.held is not None else _loading
+        prepared = await loop.run_in_executor(executor, self._prepare, messages, stop, options)
         return self._submit(*prepared)  # on the loop: a cancelled task leaves its thread running
 
     def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams) -> Generation:

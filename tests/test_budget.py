@@ -161,3 +161,21 @@ def test_engine_asks_before_it_reads_weights(
 def tiny_config(pair: Pair) -> dict[str, Any]:
     assert pair.draft is not None
     return {"model": pair.target.name, "draft_model": pair.draft.name, "dtype": "float64", "max_model_len": 1024}
+
+
+def test_as_many_sequences_as_half_of_the_free_memory_holds(pair: Pair) -> None:
+    room = 2 * (need(pair, num_seqs=5) + working(pair))
+    assert check_budget(pair, None, SCRATCH, DRAFT_SCRATCH, free=of(room)) == 5
+    assert check_budget(pair, None, SCRATCH, DRAFT_SCRATCH, free=of(room - 1)) == 4
+    assert check_budget(pair, None, SCRATCH, DRAFT_SCRATCH, free=of(1 << 40)) == 16
+    alone = need(pair, num_seqs=1) + working(pair)
+    assert check_budget(pair, None, SCRATCH, DRAFT_SCRATCH, free=of(alone)) == 1, "one may take all of it"
+    with pytest.raises(DeviceError):
+        check_budget(pair, None, SCRATCH, DRAFT_SCRATCH, free=of(alone - 1))
+
+
+def test_the_engine_says_how_many_sequences_it_holds(tiny_config: dict[str, Any]) -> None:
+    for limits, strict, count in ((Limits(), False, 16), (Limits(), True, 1), (Limits(max_step_rows=4), False, 4)):
+        exact = "strict" if strict else "default"
+        with Engine(EngineConfig(**tiny_config, limits=limits, exact=exact)) as engine:
+            assert engine.config.limits.max_num_seqs == count

@@ -32,7 +32,7 @@ class Group:
     def __init__(self) -> None:
         self._generations: list[Generation] = []
         self._left = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection may close a batch anywhere
 
     def add(self, generation: Generation) -> None:
         """One more; ended at once when the batch was left already."""

@@ -56,7 +56,7 @@ class Engine:
         self._closed = self._draining = False
         limits = self.config.limits
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
-        num_seqs = check_budget(self._pair, wanted, limits.max_window, SCRATCH)
+        num_seqs = min(check_budget(self._pair, wanted, limits.max_window, SCRATCH), limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
         with contextlib.ExitStack() as held:  # all of it, or nothing
             self._driver = self._build(held, progress or Silent())
