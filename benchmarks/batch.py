@@ -3,9 +3,9 @@
     python benchmarks/batch.py [--prompts FILE.jsonl] [--count 32] [--max-tokens 64] [--rounds 2]
         [--model NAME --draft NAME]
 
-Each round answers every prompt by single calls, by `batch` and by `abatch` of `prompt | model | parser`, in turn, and
-in the other order the next time. Nothing is kept between them that makes one faster: the first words of the prompt
-differ from round to round and from method to method, so that no text is known from before.
+Each round answers every prompt by single calls, by `batch` and by `abatch` of `prompt | model`, in turn, and in the
+other order the next time. Nothing is kept between them that makes one faster: the first words of the prompt differ
+from round to round and from method to method, so that no text is known from before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model")
-    parser.add_argument("--draft")
+    parser.add_argument("--draft", default="ngram", help="beside --model")
     args = parser.parse_args()
     fields = {} if args.model is None else {"model": args.model, "draft_model": args.draft}
     texts = prompts.load(args.prompts, args.count)

@@ -3,8 +3,8 @@
     python benchmarks/event_loop.py [--streams 20] [--seconds 20] [--rounds 3] [--model NAME --draft NAME]
 
 Each round has two phases, which differ only in who reads the answers. *Idle*: threads do, and the loop does nothing
-but tick every millisecond. *Streams*: the loop reads all of them with `astream`, and ticks. A tick's delay is how much
-later it came than it was due.
+but tick every millisecond (beside the threads' Python: the same work, elsewhere). *Streams*: the loop reads all of
+them with `astream`, and ticks. A tick's delay is how much later it came than it was due.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model")
-    parser.add_argument("--draft")
+    parser.add_argument("--draft", default="ngram", help="beside --model")
     args = parser.parse_args()
     fields = {} if args.model is None else {"model": args.model, "draft_model": args.draft}
     with CARDChatModel(**fields, max_model_len=1024, max_tokens=200).load() as model:

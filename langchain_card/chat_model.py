@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import copy
+import functools
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from pydantic import PrivateAttr, model_validator
+from pydantic import ConfigDict, PrivateAttr, model_validator
 from typing_extensions import Self, override
 
 from langchain_card._version import __version__
@@ -23,6 +27,7 @@ from langchain_card.chat.contract import ChatContract
 from langchain_card.chat.siblings import Siblings
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
+from langchain_card.errors import CARDError
 from langchain_card.progress import ConsoleProgress
 from langchain_card.prompt import encode, to_conversation
 
@@ -32,11 +37,10 @@ if TYPE_CHECKING:
     from langchain_card.runtime.files import Progress
 
 
-_preparing = ThreadPoolExecutor(max_workers=4, thread_name_prefix="card-prepare")
-"""Where async calls render and tokenize their prompts: off the loop, and not in its own few threads."""
-
-_loading = ThreadPoolExecutor(max_workers=4, thread_name_prefix="card-load")
-"""The same where the model must be loaded first, so that nobody else waits for that."""
+@functools.cache
+def _threads(purpose: str, process_id: int) -> ThreadPoolExecutor:
+    """Where async calls prepare their prompts: off the loop, not in its own few threads, and not in a parent's."""
+    return ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"card-{purpose}")
 
 
 class CARDChatModel(ChatContract, Batches, EventStreams):
@@ -56,7 +60,8 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
 
     A call may override `stop` and every field of `SamplingOptions`, from `max_tokens` to `top_logprobs`:
     `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`. It may also name other models:
-    `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; what it loads is kept until `close()`.
+    `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; what it loads is kept until `close()`. An
+    option that is None leaves the field's value, but for `draft_model=None`, which is plain decoding.
 
     What goes wrong in a call is raised as an error of `langchain_card.errors` that is also an instance of one of
     langchain-core's `ModelError`s, such as `ContextOverflowError`.
@@ -64,6 +69,8 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
     Raises:
         pydantic.ValidationError: a field is misspelt or breaks a limit; no weights were touched.
     """
+
+    model_config = ConfigDict(extra="forbid")  # said again, because the last base's would hold
 
     _lease: EngineLease = PrivateAttr()
     _siblings: Siblings = PrivateAttr(default_factory=Siblings)
@@ -77,7 +84,8 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
             self._add_version("langchain-card", __version__)
         self._check_models()
         self.sampling_params(None, {})
-        self._lease = EngineLease(self._engine_config())
+        if getattr(self, "_lease", None) is None:  # pydantic asks again when the model becomes a field of another
+            self._lease = EngineLease(self._engine_config())
         return self
 
     # The engine's life.
@@ -122,9 +130,13 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
     # Answers.
 
     @override
-    def announce(self, count: int) -> None:
-        if (engine := self._lease.held) is not None:  # one that is loaded first finds all of them waiting
-            engine.announce(count)
+    def _announce(self, count: int, options: Mapping[str, Any]) -> None:
+        with contextlib.suppress(CARDError):  # each item says what is wrong with its model
+            self._for_call(options)[0]._lease.announce(count)
+
+    @override
+    def _concurrency(self) -> int:
+        return max(super()._concurrency(), 2 * self.limits.num_seqs)
 
     def _for_call(self, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
         """The model that answers a call, this one unless the options name another, and the other options."""
@@ -153,8 +165,9 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> Generation:
         loop = asyncio.get_running_loop()
-        executor = _preparing if self._lease.held is not None else _loading
-        prepared = await loop.run_in_executor(executor, self._prepare, messages, stop, options)
+        purpose = "load" if self._lease.held is None else "prepare"  # nobody waits for the loading of another model
+        prepare = functools.partial(contextvars.copy_context().run, self._prepare, messages, stop, options)
+        prepared = await loop.run_in_executor(_threads(purpose, os.getpid()), prepare)
         return self._submit(*prepared)  # on the loop: a cancelled task leaves its thread running
 
     def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams) -> Generation:
@@ -237,7 +250,7 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
             yield chunk
 
     @override
-    def for_consumer(self, consumer: Consumer) -> Self:
+    def _for_consumer(self, consumer: Consumer) -> Self:
         reader = copy.copy(self)
         reader._lease, reader._siblings, reader._consumer = self._lease, self._siblings, consumer
         return reader

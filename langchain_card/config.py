@@ -41,7 +41,8 @@ class Limits:
         max_banned_ids: tokens that a request may ban.
         max_logprobs: likeliest tokens reported beside each token of an answer.
         max_queue: requests waiting at once.
-        max_num_seqs: requests decoded at once; None for as many, up to 16, as half of the free memory has room for.
+        max_num_seqs: requests decoded at once; None for as many, up to 16, as half of the free memory has room for, and
+            for one where `exact` is `"strict"`, whose steps cost as much as all of them.
         max_step_rows: rows of one target pass: the windows of all requests, and what is left for prompts to be read.
         max_window: rows of one verification, the last committed token included.
         max_lead: candidate depth at which a drafter is given no more steps; those under way then may add as much again.

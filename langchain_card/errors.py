@@ -130,7 +130,7 @@ class GenerationTimeoutError(EngineError):
 
 
 class GenerationAbortedError(EngineError):
-    """Another part of the program ended the answer: the batch it belonged to was left."""
+    """Another part of the program ended the answer: its batch was left, or its stream dropped."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import RunnableLambda, RunnableParallel
+from langchain_core.runnables.config import ContextThreadPoolExecutor
 
 from langchain_card import CARDChatModel, Limits
+from langchain_card.chat import batches
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import ContextOverflowError, InvalidInputError
 
@@ -72,9 +75,18 @@ class TestCommonPasses:
         assert 1 < min(sizes) <= max(sizes) <= 8
 
     async def test_abatch(self, model: CARDChatModel, alone: list[str], passes: list[int]) -> None:
-        threads = threading.active_count()
+        before, most = threading.active_count(), 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, threading.active_count())
+                await asyncio.sleep(0.001)
+
+        watching = asyncio.create_task(watch())
         answers = await model.abatch(PROMPTS)
-        assert threading.active_count() - threads < 8, "no thread for each request"
+        watching.cancel()
+        assert most - before <= 4, "no thread for each request, only the few that prepare prompts"
         assert [answer.content for answer in answers] == alone
         check_common(passes)
 
@@ -123,6 +135,9 @@ def test_more_prompts_than_the_queue_holds(model: CARDChatModel) -> None:
     with model.model_copy(update={"limits": limits, "max_tokens": 1}) as other:
         assert len(other.batch(["hi"] * 100)) == 100
         assert len(asyncio.run(other.abatch(["hi"] * 100))) == 100
+        many: list[Any] = [[HumanMessage("hi")]] * 100
+        assert len(other.generate(many).generations) == 100
+        assert len(asyncio.run(other.agenerate(many)).generations) == 100
 
 
 def test_max_concurrency_is_kept(model: CARDChatModel, passes: list[int]) -> None:
@@ -204,7 +219,63 @@ def test_a_rate_limiter_meters_each_prompt_of_a_batch(model: CARDChatModel) -> N
 
 def test_what_was_announced_and_never_comes_holds_nobody_up(model: CARDChatModel) -> None:
     engine = model._engine()
-    engine.announce(1000)
-    assert model.invoke("hi").content
-    engine.announce(0)
-    assert model.invoke("hi").content
+    model.invoke("hi")
+    for count in (1000, 2, 0):
+        started = time.monotonic()
+        engine.announce(count)
+        assert model.invoke("hi").content
+        assert time.monotonic() - started < 1.0
+
+
+def test_those_that_trickle_in_do_not_hold_the_first_one_up(model: CARDChatModel) -> None:
+    limiter = InMemoryRateLimiter(requests_per_second=20, check_every_n_seconds=0.005, max_bucket_size=1)
+    slow = model.model_copy(update={"rate_limiter": limiter})
+    started = time.monotonic()
+    answers = slow.batch_as_completed(PROMPTS[:16])
+    next(iter(answers))
+    assert time.monotonic() - started < 0.6, "the last one comes after 0.8 s"
+
+
+def test_a_batch_of_another_model(model: CARDChatModel, passes: list[int], toy: dict[str, Any]) -> None:
+    other = {"model": toy["model"], "draft_model": None}
+    for _ in range(2):  # not loaded yet, and then loaded
+        passes.clear()
+        model.batch(PROMPTS, **other)
+        assert next(found for found in passes if found) == 8
+
+
+async def test_a_failed_batch_begins_nothing_more(model: CARDChatModel) -> None:
+    class Starts(BaseCallbackHandler):
+        def __init__(self) -> None:
+            self.count = 0
+
+        def on_chat_model_start(self, *args: Any, **kwargs: Any) -> None:
+            self.count += 1
+
+    for call in ("batch", "abatch"):
+        starts = Starts()
+        with pytest.raises(InvalidInputError):
+            failed = getattr(model, call)([[], *["hi"] * 200], {"callbacks": [starts]}, max_tokens=400)
+            await failed
+        at_once = starts.count
+        await asyncio.sleep(0.3)
+        assert starts.count == at_once < 80
+
+
+def test_a_signal_while_a_batch_begins(model: CARDChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, calls = ContextThreadPoolExecutor.submit, list[int]()
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return submit(self, *args, **kwargs)
+
+    monkeypatch.setattr(ContextThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.batch(PROMPTS, max_tokens=400)
+    assert batches._group.get() is None
+    end = time.monotonic() + 5
+    while model._engine()._driver.num_open:
+        assert time.monotonic() < end
+        time.sleep(0.005)

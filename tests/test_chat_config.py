@@ -12,7 +12,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.rate_limiters import InMemoryRateLimiter
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from langchain_card import CARDChatModel
 from langchain_card.chat.field_docs import INHERITED, described
@@ -179,3 +179,17 @@ def test_schemas() -> None:
     model = CARDChatModel()
     for runnable in (model.get_input_schema(), model.get_output_schema(), model.config_schema()):
         assert json.dumps(runnable.model_json_schema())
+
+
+def test_subclasses_may_have_factories_and_aliases_of_their_own() -> None:
+    called = []
+
+    class Mine(CARDChatModel):
+        mood: str = Field(default_factory=lambda: called.append(1) or "good", alias="my_mood")  # type: ignore[func-returns-value]
+        """How it feels."""
+
+    assert not called, "a factory is not called to describe a field"
+    assert "mood (str, default computed)" in (Mine.__doc__ or "")
+    assert Mine(my_mood="bad").mood == "bad"
+    with pytest.raises(ValueError, match="did you mean my_mood"):
+        Mine(my_mod="bad")

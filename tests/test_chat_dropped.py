@@ -191,8 +191,10 @@ def test_ctrl_c_ends_the_answers_and_the_model_goes_on(toy: dict[str, Any]) -> N
         from langchain_core.runnables import RunnableLambda
         from langchain_card import CARDChatModel
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        from langchain_card.engine.engine import Engine
         model = CARDChatModel(model=sys.argv[1], draft_model=None).load()
-        engine = model._engine()
+        engine, submit, submitted = model._engine(), Engine.submit, []
+        Engine.submit = lambda *args: submitted.append(submit(*args)) or submitted[-1]
         def interrupt():
             while not engine.num_running:
                 time.sleep(0.01)
@@ -207,12 +209,14 @@ def test_ctrl_c_ends_the_answers_and_the_model_goes_on(toy: dict[str, Any]) -> N
                 left = time.monotonic()
                 while engine.num_running or engine._driver.num_open:
                     time.sleep(0.001)
+                reasons = {generation._reason.value for generation in submitted}
                 again = model.invoke("hi", max_tokens=1).usage_metadata["output_tokens"]
-                print("ended", time.monotonic() - left, again)
+                print(*reasons, time.monotonic() - left, again)
+                submitted.clear()
     """
     command = [sys.executable, "-W", "ignore", "-c", code, toy["model"], *CALLS]
     run = subprocess.run(command, timeout=120, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     lines = [line.split() for line in run.stdout.splitlines()]
-    assert [(word, tokens) for word, _, tokens in lines] == [("ended", "1")] * len(CALLS), run.stdout
+    assert [(word, tokens) for word, _, tokens in lines] == [("abort", "1")] * len(CALLS), run.stdout
     assert max(float(seconds) for _, seconds, _ in lines) < 1.0

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 from langchain_core.runnables import ConfigurableField
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from langchain_card import CARDChatModel
 from langchain_card.engine.target_worker import TargetWorker
@@ -254,3 +255,51 @@ def test_loading_tells_how_far_it_is(toy: dict[str, Any], capsys: pytest.Capture
     with CARDChatModel(**fields) as model:
         assert model.invoke("hi").content
         assert heard.stages[0] in capsys.readouterr().err
+
+
+def test_a_model_in_another_pydantic_object_keeps_its_engine(model: CARDChatModel) -> None:
+    class App(BaseModel):
+        llm: CARDChatModel
+
+    engine = model.load()._engine()
+    assert App(llm=model).llm._engine() is engine
+    gc.collect()
+    time.sleep(0.2)
+    assert model.invoke("hi").content
+    model.close()
+    with pytest.raises(EngineClosedError):
+        App(llm=model).llm.invoke("hi")
+
+
+async def test_a_model_that_loads_holds_up_no_other(toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, begun, may_go_on = CARDChatModel._prepare, threading.Event(), threading.Event()
+
+    def slow(self: CARDChatModel, *args: Any) -> Any:
+        if self.max_model_len == 64:
+            begun.set()
+            may_go_on.wait(20)
+        return prepare(self, *args)
+
+    monkeypatch.setattr(CARDChatModel, "_prepare", slow)
+    with CARDChatModel(**toy).load() as model, CARDChatModel(**toy, max_model_len=64) as cold:
+        calls = [asyncio.create_task(cold.ainvoke("hi", max_tokens=1)) for _ in range(8)]
+        await asyncio.to_thread(begun.wait)
+        assert (await asyncio.wait_for(model.ainvoke("hi"), 10)).content
+        may_go_on.set()
+        assert len(await asyncio.gather(*calls)) == 8
+
+
+async def test_context_variables_reach_the_loading_thread(
+    model: CARDChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable: ContextVar[str] = ContextVar("variable", default="none")
+    prepare, seen = CARDChatModel._prepare, list[str]()
+
+    def noting(self: CARDChatModel, *args: Any) -> Any:
+        seen.append(variable.get())
+        return prepare(self, *args)
+
+    monkeypatch.setattr(CARDChatModel, "_prepare", noting)
+    variable.set("mine")
+    await model.ainvoke("hi")
+    assert seen == ["mine"]

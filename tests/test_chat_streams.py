@@ -15,6 +15,7 @@ import pytest
 from conftest import SMALL
 from langchain.agents import create_agent
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.language_models.chat_model_stream import AsyncTextProjection, SyncTextProjection
 from langchain_core.messages import AIMessageChunk
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -23,6 +24,7 @@ from langchain_core.runnables import RunnableParallel
 from langchain_core.tracers.base import BaseTracer
 
 from langchain_card import CARDChatModel
+from langchain_card.chat.consumers import _Part
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(is|are) in beta", "ignore:.*version='v1' is deprecated")
 
@@ -256,3 +258,13 @@ def test_a_handler_that_raises_does_not_stop_the_answer(toy: dict[str, Any], cap
         whole: Any = sum(model.stream("hi", {"callbacks": [Broken()]}), start=AIMessageChunk(""))
         assert whole.content == model.invoke("hi").content
         assert "planted" in caplog.text
+
+
+def test_doubles_of_projections_know_all_that_the_originals_do() -> None:
+    """What Python looks up in the class only must be handed on one by one (`consumers._Part`)."""
+    own = {
+        name for kind in (SyncTextProjection, AsyncTextProjection) for base in kind.__mro__[:-1] for name in vars(base)
+    }
+    plain = {"__module__", "__doc__", "__slots__", "__init__", "__abstractmethods__", "__dict__", "__weakref__"}
+    looked_up = {name for name in own if name.startswith("__") and name.endswith("__")} - plain
+    assert looked_up - {"__annotations__", "__firstlineno__", "__static_attributes__"} <= set(vars(_Part))

@@ -10,7 +10,7 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.draft_worker import DraftWorker
-from langchain_card.ports import Budget
+from langchain_card.ports import Budget, DraftCommand
 from langchain_card.testing import ToyDrafter, ToyModel
 from langchain_card.testing.sleeping import SleepingEngine
 from langchain_card.transports.thread import Mailbox, ThreadTransport
@@ -107,3 +107,24 @@ def test_a_request_may_change_between_the_schedules() -> None:
         assert drafter.steps.count((0, here)) == count
         transport.send(m.End("toy", 0))
     transport.close()
+
+
+def test_what_is_dropped_is_not_half_applied() -> None:
+    mailbox, applied, may_end = Mailbox(), list[str](), threading.Event()
+
+    def apply(command: DraftCommand) -> None:
+        applied.append("begins")
+        may_end.wait(5)
+        applied.append("ends")
+
+    mailbox.put(m.End("toy", 0))
+    mailbox.put(m.End("toy", 1))
+    applying = threading.Thread(target=mailbox.hand, args=(apply,), kwargs={"wait": False})
+    applying.start()
+    while not applied:
+        time.sleep(0.001)
+    threading.Timer(0.05, may_end.set).start()
+    mailbox.drop(0)
+    assert applied == ["begins", "ends"]
+    assert mailbox.take(wait=False) == m.End("toy", 1)
+    applying.join()

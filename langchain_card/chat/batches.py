@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import as_completed
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.language_models.chat_models import BaseChatModel
@@ -22,30 +23,29 @@ from langchain_card.engine.generation import Generation
 from langchain_card.errors import GenerationAbortedError
 
 CONCURRENCY = 32
-"""Prompts of a batch that are under way at once, where `max_concurrency` says nothing: twice what an engine decodes at
-once by default, so that it never waits for the next one."""
+"""Twice what an engine decodes at once by default, so that it never waits for the next prompt of a batch."""
 
 
 class Group:
     """The answers of one batch: whoever leaves it ends all of them."""
 
     def __init__(self) -> None:
-        self._generations: list[Generation] = []
+        self._generations: WeakSet[Generation] = WeakSet()  # those that nobody reads have ended
         self._left = False
         self._lock = threading.RLock()  # a collection may close a batch anywhere
 
     def add(self, generation: Generation) -> None:
         """One more; ended at once when the batch was left already."""
         with self._lock:
-            self._generations.append(generation)
+            self._generations.add(generation)
         if self._left:
             self.leave()
 
     def leave(self) -> None:
         """Ends those that still run."""
         with self._lock:
-            self._left, generations = True, self._generations
-            self._generations = []
+            self._left, generations = True, [*self._generations]
+            self._generations.clear()
         for generation in generations:
             limit = "the batch it belongs to was left"
             generation.abort(GenerationAbortedError("request", generation.request.request_id, limit))
@@ -61,20 +61,6 @@ def join_group(generation: Generation) -> None:
         group.add(generation)
 
 
-@contextmanager
-def _together() -> Iterator[None]:
-    """What begins in this block belongs to one group, which is left with an exception."""
-    group = Group()
-    token = _group.set(group)
-    try:
-        yield
-    except BaseException:
-        group.leave()
-        raise
-    finally:
-        _group.reset(token)
-
-
 class Batches(BaseChatModel):
     """Runs the prompts of a batch side by side and tells the engine how many come; it puts them into common passes.
 
@@ -82,8 +68,12 @@ class Batches(BaseChatModel):
     calls. Leaving a batch, by ctrl-c or because one item failed, ends the answers that still run.
     """
 
-    def announce(self, count: int) -> None:
-        """Called before `count` prompts are sent."""
+    def _announce(self, count: int, options: Mapping[str, Any]) -> None:
+        """Tells the engine that answers calls with these options that `count` of them are about to come."""
+
+    def _concurrency(self) -> int:
+        """Prompts of a batch that are under way at once, where `max_concurrency` says nothing."""
+        return CONCURRENCY
 
     @override
     def batch(
@@ -111,7 +101,7 @@ class Batches(BaseChatModel):
     def _run(
         self, inputs: Sequence[Any], config: Any, return_exceptions: bool, kwargs: dict[str, Any]
     ) -> Iterator[tuple[int, Any]]:
-        configs, concurrency = _configs(config, len(inputs))
+        configs, concurrency = self._configs(config, len(inputs))
 
         def call(i: int) -> tuple[int, Any]:
             try:
@@ -122,7 +112,7 @@ class Batches(BaseChatModel):
                 return i, error
 
         if inputs:
-            self.announce(len(inputs))
+            self._announce(min(len(inputs), concurrency), kwargs)
             yield from _in_threads(call, len(inputs), concurrency)
 
     @override
@@ -134,11 +124,8 @@ class Batches(BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        configs, concurrency = _configs(config, len(inputs))
-        limited: list[RunnableConfig] = [{**config, "max_concurrency": concurrency} for config in configs]
-        self.announce(len(inputs))
-        with _together():
-            return await super().abatch(inputs, limited, return_exceptions=return_exceptions, **kwargs)
+        found = dict(await _collect(self._arun(inputs, config, return_exceptions, kwargs)))
+        return [found[i] for i in range(len(inputs))]
 
     @override
     async def abatch_as_completed(
@@ -149,26 +136,26 @@ class Batches(BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> AsyncIterator[tuple[int, Any]]:
-        configs, concurrency = _configs(config, len(inputs))
-        free = asyncio.Semaphore(concurrency)
+        async with aclosing(self._arun(inputs, config, return_exceptions, kwargs)) as answers:
+            async for answer in answers:
+                yield answer
+
+    def _arun(
+        self, inputs: Sequence[Any], config: Any, return_exceptions: bool, kwargs: dict[str, Any]
+    ) -> AsyncGenerator[tuple[int, Any], None]:
+        configs, concurrency = self._configs(config, len(inputs))
 
         async def call(i: int) -> tuple[int, Any]:
-            async with free:
-                try:
-                    return i, await self.ainvoke(inputs[i], configs[i], **kwargs)
-                except Exception as error:
-                    if not return_exceptions:
-                        raise
-                    return i, error
+            try:
+                return i, await self.ainvoke(inputs[i], configs[i], **kwargs)
+            except Exception as error:
+                if not return_exceptions:
+                    raise
+                return i, error
 
-        self.announce(len(inputs))
-        tasks = [asyncio.create_task(call(i)) for i in range(len(inputs))]
-        try:
-            for done in asyncio.as_completed(tasks):
-                yield await done
-        finally:
-            for task in tasks:
-                task.cancel()
+        if inputs:
+            self._announce(min(len(inputs), concurrency), kwargs)
+        return _in_tasks(call, len(inputs), concurrency)
 
     @override
     def generate(
@@ -187,42 +174,86 @@ class Batches(BaseChatModel):
         def call(i: int) -> tuple[int, LLMResult]:
             return i, generate([messages[i]], stop, callbacks, run_id=None if i else run_id, **kwargs)
 
-        self.announce(len(messages))
-        found = dict(_in_threads(call, len(messages), CONCURRENCY))
-        results = [found[i] for i in range(len(messages))]
+        self._announce(min(len(messages), self._concurrency()), kwargs)
+        return self._combine(dict(_in_threads(call, len(messages), self._concurrency())))
+
+    @override
+    async def agenerate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        *,
+        run_id: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        agenerate = super().agenerate
+        if len(messages) < 2:
+            return await agenerate(messages, stop, callbacks, run_id=run_id, **kwargs)
+
+        async def call(i: int) -> tuple[int, LLMResult]:
+            return i, await agenerate([messages[i]], stop, callbacks, run_id=None if i else run_id, **kwargs)
+
+        self._announce(min(len(messages), self._concurrency()), kwargs)
+        return self._combine(dict(await _collect(_in_tasks(call, len(messages), self._concurrency()))))
+
+    def _combine(self, found: Mapping[int, LLMResult]) -> LLMResult:
+        results = [found[i] for i in range(len(found))]
         return LLMResult(
             generations=[generations for result in results for generations in result.generations],
             llm_output=self._combine_llm_outputs([result.llm_output for result in results]),
             run=[run for result in results for run in result.run or ()] or None,
         )
 
-    @override
-    async def agenerate(self, messages: list[list[BaseMessage]], *args: Any, **kwargs: Any) -> LLMResult:
-        if len(messages) < 2:
-            return await super().agenerate(messages, *args, **kwargs)
-        self.announce(len(messages))
-        with _together():
-            return await super().agenerate(messages, *args, **kwargs)
-
-
-def _configs(config: Any, count: int) -> tuple[list[RunnableConfig], int]:
-    """One for each input, and how many may be under way at once, which the first of them says."""
-    configs = get_config_list(config, count) if count else [{}]
-    return configs, configs[0].get("max_concurrency") or min(max(count, 1), CONCURRENCY)
+    def _configs(self, config: Any, count: int) -> tuple[list[RunnableConfig], int]:
+        """One for each input, and how many may be under way at once, which the first of them may say."""
+        configs = get_config_list(config, count) if count else [{}]
+        return configs, configs[0].get("max_concurrency") or min(max(count, 1), self._concurrency())
 
 
 def _in_threads(call: Callable[[int], tuple[int, Any]], count: int, num_threads: int) -> Iterator[tuple[int, Any]]:
     """Results of `call(0)`, `call(1)`, ... as they come; those that still run are ended when the caller leaves."""
-    executor = ContextThreadPoolExecutor(max_workers=num_threads)
-    group = Group()
-    token = _group.set(group)
-    futures = [executor.submit(call, i) for i in range(count)]
-    _group.reset(token)
+    executor, group, futures = ContextThreadPoolExecutor(max_workers=num_threads), Group(), set[Future[Any]]()
     try:
-        for future in as_completed(futures):
-            yield future.result()
+        token = _group.set(group)
+        try:
+            for i in range(count):
+                futures.add(executor.submit(call, i))
+        finally:
+            _group.reset(token)
+        while futures:
+            done, futures = wait(futures, return_when=FIRST_COMPLETED)
+            while done:
+                yield done.pop().result()
     finally:
         for future in futures:
             future.cancel()
         group.leave()
         executor.shutdown(wait=False)  # those that were ended take one more step
+
+
+async def _in_tasks(
+    call: Callable[[int], Awaitable[tuple[int, Any]]], count: int, num_tasks: int
+) -> AsyncGenerator[tuple[int, Any], None]:
+    """The same in tasks of the running event loop; those that still run are cancelled when the caller leaves."""
+    free = asyncio.Semaphore(num_tasks)
+
+    async def run(i: int) -> tuple[int, Any]:
+        async with free:
+            return await call(i)
+
+    tasks = {asyncio.create_task(run(i)) for i in range(count)}
+    try:
+        while tasks:
+            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            while done:
+                yield done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _collect(results: AsyncGenerator[tuple[int, Any], None]) -> list[tuple[int, Any]]:
+    async with aclosing(results):
+        return [result async for result in results]

@@ -54,7 +54,7 @@ class Consumer:
 class EventStreams(BaseChatModel):
     """Streams of `v3` events whose answer ends when they are dropped."""
 
-    def for_consumer(self, consumer: Consumer) -> Self:
+    def _for_consumer(self, consumer: Consumer) -> Self:
         """This model, as one consumer reads it."""
         raise NotImplementedError
 
@@ -62,14 +62,14 @@ class EventStreams(BaseChatModel):
     def stream_events(self, input: Any, config: Any = None, *, version: Any = "v2", **kwargs: Any) -> Any:
         if version != "v3":
             return super().stream_events(input, config, version=version, **kwargs)
-        reader = self.for_consumer(consumer := Consumer())
+        reader = self._for_consumer(consumer := Consumer())
         return _watched(super(EventStreams, reader).stream_events(input, config, version="v3", **kwargs), consumer)
 
     @override
     def astream_events(self, input: Any, config: Any = None, *, version: Any = "v2", **kwargs: Any) -> Any:
         if version != "v3":
             return super().astream_events(input, config, version=version, **kwargs)
-        reader = self.for_consumer(consumer := Consumer())
+        reader = self._for_consumer(consumer := Consumer())
         events = super(EventStreams, reader).astream_events(input, config, version="v3", **kwargs)
 
         async def stream() -> AsyncChatModelStream:

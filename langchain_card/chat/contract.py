@@ -56,8 +56,9 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, values: Any) -> Any:
-        known = [*cls.model_fields, "model_name"]
-        for name in values:
+        aliases = (alias for info in cls.model_fields.values() for alias in (info.alias, info.validation_alias))
+        known = [*cls.model_fields, "model_name", *(alias for alias in aliases if isinstance(alias, str))]
+        for name in values if cls.model_config.get("extra") == "forbid" else ():
             if name not in known:
                 raise unknown_name(name, values[name], f"is not a field of {cls.__name__}", known)
         return values

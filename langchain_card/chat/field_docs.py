@@ -55,6 +55,9 @@ def _entry(name: str, info: FieldInfo) -> str:
 def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "required"
+    factory: Any = info.default_factory
+    if factory is not None and not str(factory.__module__).startswith(("langchain_card.", "langchain_core.")):
+        return "default computed"  # a user's own may do anything
     value: Any = info.get_default(call_default_factory=True)
     return f"default {f'{type(value).__name__}()' if is_dataclass(value) else repr(value)}"
 

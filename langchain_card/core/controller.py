@@ -52,7 +52,7 @@ class Policy(Protocol):
     """What the coordinator asks before it decides, and what it tells of what happened. Times in seconds."""
 
     def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
-        """The schedule that "auto" stands for, asked before each round.
+        """The schedule that "auto" stands for, asked once before each round; it may count what it is asked.
 
         Args:
             num_seqs: requests that run.
@@ -124,7 +124,7 @@ class Controller:
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.usual_hits = Mean(prior=0.9, weight=5, decay=SIZE_DECAY)
         self.trials: dict[Schedule, Probe] = {"parallel": Probe(), "sequential": Probe()}
-        self._num_seqs = 0
+        self._num_seqs_before = 0
 
     def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
         """`parallel`; on one device `sequential`; and where both may be best the one that is the faster for so many.
@@ -132,7 +132,7 @@ class Controller:
         A request that begins alone may be a trial: both schedules are measured first, and the slower one again after
         32 requests, 64, 128, ... Several that begin where nothing is known have all cores for each pass.
         """
-        before, self._num_seqs = self._num_seqs, num_seqs
+        before, self._num_seqs_before = self._num_seqs_before, num_seqs
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
         if num_seqs == 1 and current is None:

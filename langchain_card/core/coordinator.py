@@ -64,8 +64,14 @@ class Coordinator:
         self._connect()
 
     def _connect(self) -> None:
-        parts = self.sources, self.scheduler, self.workers, self.query, self.intake, self.policy
-        self.admission = Admission(*parts)
+        self.admission = Admission(
+            sources=self.sources,
+            scheduler=self.scheduler,
+            workers=self.workers,
+            query=self.query,
+            intake=self.intake,
+            policy=self.policy,
+        )
 
     def copy(self) -> Coordinator:
         """An independent copy that shares the policy."""

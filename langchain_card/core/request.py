@@ -111,7 +111,7 @@ class RequestStats:
     """Counts and times of one request, in seconds of the engine's clock.
 
     Attributes:
-        schedule: the schedule that ran.
+        schedule: the schedule that ran; the last one where `auto` changed it.
         rounds: target passes after the prompt was read.
         together: requests in those passes, added up.
         output_tokens: tokens of the answer.

@@ -19,7 +19,7 @@ from langchain_card.ports import Clock, Target, Transport
 log = logging.getLogger(__name__)
 
 GATHER_SECONDS = 0.05
-"""How long an idle engine waits for the next of the requests that were announced."""
+"""How long an idle engine waits for the next of the requests that were announced; for all at most five times."""
 
 
 class Driver:
@@ -46,7 +46,7 @@ class Driver:
         self._sleep_until = -math.inf
         self._restarts: list[tuple[float, str]] = []
         self._closed = False
-        self._announced, self._announced_until = 0, -math.inf
+        self._announced, self._next_until, self._all_until = 0, -math.inf, -math.inf
         self._ended = threading.Lock()
         self._error: BaseException | None = None
         self._make_target, self._make_transports = make_target, make_transports
@@ -78,14 +78,15 @@ class Driver:
     def announce(self, count: int) -> None:
         """So many requests are about to come. An idle engine begins when all are there, or no more come."""
         with self._ended:
-            self._announced, self._announced_until = count, self._clock() + GATHER_SECONDS
+            self._announced, now = count, self._clock()
+            self._next_until, self._all_until = now + GATHER_SECONDS, now + 5 * GATHER_SECONDS
 
     def submit(self, generation: Generation) -> None:
         """Takes a request; it fails when the loop has ended."""
         with self._ended:
-            still_due = self._clock() < self._announced_until
-            self._announced = max(0, self._announced - 1) if still_due else 0
-            self._announced_until = self._clock() + GATHER_SECONDS
+            now = self._clock()
+            self._announced = max(0, self._announced - 1) if now < self._next_until else 0
+            self._next_until = min(now + GATHER_SECONDS, self._all_until)
             if self._error is None:
                 self._generations[generation.request.request_id] = generation
                 self.post(lambda now: m.Submitted(generation.request, now))
@@ -146,9 +147,10 @@ class Driver:
 
     def _due_soon(self) -> float:
         """Seconds to wait for the next of the announced requests."""
-        if not self._announced or self.coordinator.scheduler.running:
+        scheduler = self.coordinator.scheduler
+        if not self._announced or scheduler.running or len(scheduler.waiting) >= scheduler.capacity:
             return 0.0
-        return max(0.0, self._announced_until - self._clock())
+        return max(0.0, self._next_until - self._clock())
 
     def _perform(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:

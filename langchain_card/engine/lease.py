@@ -35,6 +35,7 @@ class EngineLease:
         self._engine: Engine | None = None
         self._return: weakref.finalize[..., EngineLease] | None = None
         self._closed = False
+        self._announced = 0
 
     def engine(self, progress: Progress | None = None) -> Engine:
         """The engine, built now when nobody in the process holds it: that blocks while weights are loaded.
@@ -54,6 +55,8 @@ class EngineLease:
                 raise EngineClosedError("model", self.config.model, "this model object was closed", hint)
             if self._engine is None:
                 self._engine = acquire_engine(self.config, progress)
+                if self._announced:
+                    self._engine.announce(self._announced)
                 self._return = weakref.finalize(self, _given_back.put, self.config)
                 self._return.atexit = False
                 _start_returning()
@@ -63,6 +66,13 @@ class EngineLease:
     def held(self) -> Engine | None:
         """The engine, where this lease has it already."""
         return self._engine
+
+    def announce(self, count: int) -> None:
+        """So many requests are about to be submitted: said to the engine at once, or when it is there."""
+        if self._engine is not None:
+            self._engine.announce(count)
+        else:
+            self._announced = count
 
     def close(self) -> None:
         """Gives the engine back; its last user frees the weights. May be called twice."""

@@ -54,7 +54,7 @@ def _factory(name: str) -> Callable[..., Worker]:
 
 
 def _listen(wire: Wire, mailbox: Mailbox) -> None:
-    """Takes commands at once, so that the parent need not wait and those in the mailbox stay few."""
+    """Takes commands as they come, so that the parent need not wait for a step, and those in the mailbox stay few."""
     try:
         while (command := wire.receive()) is not None:
             mailbox.put(command)
