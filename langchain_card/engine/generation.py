@@ -24,20 +24,20 @@ class Completion:
     """A finished answer.
 
     Attributes:
-        pieces: its tokens one by one.
         text: without special tokens and stop strings.
         token_ids: tokens of the answer, end of text included.
         finish_reason: why it ended.
         stats: counts and times.
         logprobs: of the tokens; empty when the request wants none.
+        pieces: the tokens one by one, each with the text that became certain with it.
     """
 
-    pieces: tuple[Piece, ...]
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stats: RequestStats
     logprobs: tuple[TokenLogprob, ...] = ()
+    pieces: tuple[Piece, ...] = ()
 
 
 class Generation:
@@ -223,7 +223,8 @@ class Generation:
         token_ids = tuple(piece.token_id for piece in self._taken if piece.token_id >= 0)
         logprobs = tuple(piece.logprob for piece in self._taken if piece.logprob is not None)
         text = "".join(piece.text for piece in self._taken)
-        return Completion(tuple(self._taken), text, token_ids, self._reason, self._stats, logprobs)
+        pieces = tuple(self._taken)
+        return Completion(text, token_ids, self._reason, self._stats, logprobs, pieces)
 
     def _raise(self) -> None:
         if self._error is not None:
