@@ -223,3 +223,24 @@ def test_configurable_models_stream(model: CARDChatModel) -> None:
     chunks = list(configurable.stream("hi", config={"configurable": {"length": 3}}))
     assert len(chunks) == 4, "one per token, and the end"
     assert len(list(CARDChatModel(**{**model.to_config(), "streaming": False}).stream("hi"))) == 1
+
+
+def test_a_field_in_a_call_is_told_where_it_belongs(toy: dict[str, Any]) -> None:
+    model = CARDChatModel(**toy)
+    for call in (model.invoke, lambda _, **options: model.bind(**options)):
+        with pytest.raises(InvalidInputError, match="timeout = 1.0: is not an option of a call.*it is a field: say it"):
+            call("hi", timeout=1.0)
+
+
+def test_whatever_invoke_takes_is_counted(toy: dict[str, Any]) -> None:
+    with CARDChatModel(**toy) as model:
+        count = model.get_num_tokens_from_messages([HumanMessage("Hi.")])
+        prompt = ChatPromptTemplate.from_messages([("human", "{text}")]).invoke({"text": "Hi."})
+        forms: list[Any] = ["Hi.", [("human", "Hi.")], [{"role": "user", "content": "Hi."}], prompt]
+        assert [model.get_num_tokens_from_messages(form) for form in forms] == [count] * 4
+
+
+def test_logit_bias_with_the_keys_of_json(toy: dict[str, Any]) -> None:
+    with CARDChatModel(**toy) as model:
+        biased = {model.invoke("hi", logit_bias=bias).text for bias in ({"70": 100.0}, {70: 100.0})}
+        assert len(biased) == 1 and biased != {model.invoke("hi").text}

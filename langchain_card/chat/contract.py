@@ -71,7 +71,7 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
             InvalidInputError: there is no such option.
         """
         with langchain_errors():
-            check_options(kwargs)
+            check_options(kwargs, type(self).model_fields)
         return super().bind(**kwargs)
 
     # Configurations.
@@ -119,7 +119,8 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
             InvalidInputError: the chat template refuses the messages.
         """
         with langchain_errors():
-            conversation, tokenizer = to_conversation(messages, self.model), self._tokenizer()
+            read = self._convert_input(messages).to_messages()
+            conversation, tokenizer = to_conversation(read, self.model), self._tokenizer()
             given: dict[str, Any] = {"tools": [convert_to_openai_tool(tool) for tool in tools]} if tools else {}
             return len(encode(conversation, tokenizer, self.model, **given))
 

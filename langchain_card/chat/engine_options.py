@@ -47,17 +47,19 @@ class EngineOptions(BaseModel):
     """`"int8"` for row-exact int8 layers on a CPU, `"auto"` for int8 with built-in models on a CPU, None for none; or a
     transformers quantization config as a JSON object: `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`."""
     exact: Exactness = "default"
-    """`"strict"` makes an answer equal plain decoding by the same engine bit for bit, also in 16 bits; see the docs."""
+    """`"strict"` makes an answer equal plain decoding by the same engine bit for bit, also in 16 bits; see
+    docs/architecture.md."""
     execution: Execution = "auto"
     """Of steps: `"graphs"` (captured on CUDA), `"compiled"` (layers compiled, too) or `"eager"`."""
     ngram: bool = True
     """Whether candidates are also looked up in prompt and answer, beside the draft."""
     max_model_len: int | None = None
-    """Tokens of prompt and answer together; None for the model's own limit, at most 8,192."""
+    """Tokens of prompt, answer and `limits.max_window` (16) candidates together; None for the model's own limit, at
+    most 8,192."""
     pins: Pins = Field(default_factory=Pins)
     """Choices taken away from the controller: `Pins(draft_width=..., window=..., lead=...)`, or a dict."""
     limits: Limits = Field(default_factory=Limits)
-    """Bounds: `Limits(max_num_seqs=8)` decodes eight answers in common passes. Or a dict."""
+    """Bounds, see `help(Limits)`: `Limits(max_num_seqs=8)` decodes eight answers in common passes. Or a dict."""
 
     def _engine_config(self) -> EngineConfig:
         return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})

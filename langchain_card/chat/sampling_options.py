@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class SamplingOptions(BaseModel):
         Raises:
             InvalidInputError: an option is unknown or breaks its bound.
         """
-        check_options(options)
+        check_options(options, type(self).model_fields)
         given = {name: value for name, value in options.items() if value is not None}
         names = [name for name in SamplingOptions.model_fields if name != "stop"]
         said = {name: given.get(name, getattr(self, name)) for name in names}
@@ -71,20 +71,32 @@ class SamplingOptions(BaseModel):
         said |= {
             "max_tokens": given.get("max_completion_tokens", said["max_tokens"]),
             "stop": (stop,) if isinstance(stop, str) else tuple(stop or ()),
-            "logit_bias": tuple((said["logit_bias"] or {}).items()),
+            "logit_bias": tuple((_token_id(key), bias) for key, bias in (said["logit_bias"] or {}).items()),
         }
         params = SamplingParams(**said, seed=seed or 0, logprobs=(top_logprobs or 0) if logprobs else None)
         params.check(Limits())
         return replace(params, seed=secrets.randbits(32)) if seed is None and params.temperature > 0 else params
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises `InvalidInputError`, with the nearest name, unless these are options of a call."""
+def check_options(options: Mapping[str, Any], fields: Collection[str] = ()) -> None:
+    """Raises `InvalidInputError`, with the nearest name, unless these are options of a call.
+
+    Args:
+        options: by name.
+        fields: of the model, which some may be taken for.
+    """
     known = ("stop", *(name for name in SamplingOptions.model_fields if name != "stop"), *_CALL_OPTIONS)
     for name, value in options.items():
         if name not in (*known, *_CORE_OPTIONS):
             limit = f"is not an option of a call; there are {', '.join(known)}"
+            if name in fields:
+                raise InvalidInputError(name, value, limit, "it is a field: say it where the model is made")
             raise unknown_name(name, value, limit, known)
+
+
+def _token_id(key: Any) -> Any:
+    """JSON has texts for keys."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 def unknown_name(name: str, value: Any, limit: str, known: Sequence[str]) -> InvalidInputError:

@@ -154,8 +154,8 @@ class Engine:
         if self._draining:
             raise EngineClosedError("engine", self.config.model, "the engine is draining", "make a new one")
         if driver.num_open >= limits.max_queue + limits.num_seqs:
-            limit = f"{limits.max_queue} requests may wait"
-            raise EngineBusyError("max_queue", driver.num_open, limit, "try again later")
+            limit = f"as many requests wait already, {driver.num_open:,} with those that run"
+            raise EngineBusyError("max_queue", limits.max_queue, limit, "try again later")
         driver.submit(generation)
         return generation
 
@@ -180,7 +180,7 @@ class Engine:
         if room < 1:
             raise ContextOverflowError(
                 "prompt",
-                f"{len(prompt_ids)} tokens",
+                f"{len(prompt_ids):,} tokens",
                 f"the context holds {self._pair.max_len:,} tokens, {self.config.limits.max_window} for candidates",
                 "shorten the prompt or raise max_model_len",
             )
