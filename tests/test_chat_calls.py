@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tiny
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import HumanMessage
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
@@ -228,7 +230,7 @@ def test_configurable_models_stream(model: CARDChatModel) -> None:
 def test_a_field_in_a_call_is_told_where_it_belongs(toy: dict[str, Any]) -> None:
     model = CARDChatModel(**toy)
     for call in (model.invoke, lambda _, **options: model.bind(**options)):
-        with pytest.raises(InvalidInputError, match="timeout = 1.0: is not an option of a call.*it is a field: say it"):
+        with pytest.raises(InvalidInputError, match=r"timeout = 1\.0: is not an option.*is a field: say it"):
             call("hi", timeout=1.0)
 
 

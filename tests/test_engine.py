@@ -210,7 +210,7 @@ def test_the_queue_is_bounded(pair: tuple[str, str]) -> None:
 
     with Engine(config(pair, limits=Limits(max_queue=2))) as engine:
         held = [engine.submit(PROMPT, SamplingParams(max_tokens=500))]
-        with pytest.raises(EngineBusyError, match=r"max_queue.*2 requests may wait"):
+        with pytest.raises(EngineBusyError, match=r"max_queue = 2: as many requests wait already"):
             held.extend(engine.submit(PROMPT, SamplingParams(max_tokens=500)) for _ in range(50))
         for generation in held:
             generation.abort()
