@@ -1,4 +1,4 @@
-"""What a call of a `CARDChatModel` may say: names of options, other_toy models; and what traces say of it."""
+"""What a call of a `CARDChatModel` may say: names of options, other models; and what traces say of it."""
 
 from __future__ import annotations
 
