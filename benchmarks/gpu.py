@@ -34,7 +34,7 @@ from langchain_card.core.request import Request, SamplingParams
 from langchain_card.core.walk import walk
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine.target_worker import TargetWorker
-from langchain_card.ports import Budget
+from langchain_card.ports import Budget, Constraint
 from langchain_card.runtime.attention import ATTENTION_NAME
 from langchain_card.runtime.graphs import compile_layers
 from langchain_card.runtime.rows import Rows
@@ -183,12 +183,17 @@ def overlap(bench: Bench, target_shape: str, draft_shape: str, draft_device: tor
     return slowdown[0], slowdown[1]
 
 
+def no_grammar(grammar: str) -> Constraint:
+    """For requests that have none."""
+    raise NotImplementedError(grammar)
+
+
 def strict_equality(bench: Bench, shape: str, tokens: int) -> None:
     """A strict target with candidates that are partly right writes what it writes alone, bit for bit."""
     runner = ModelRunner(
         bench.model(shape), max_len=CONTEXT + tokens + 64, num_scratch=STRICT_WIDTH, width=STRICT_WIDTH
     )
-    worker = TargetWorker(runner, lambda schedule: None, max_rows=512, in_place=True)
+    worker = TargetWorker(runner, lambda schedule: None, max_rows=512, in_place=True, constrain=no_grammar)
     prompt = tuple(1 + i % 99 for i in range(64))
     rng = random.Random(0)
 

@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -23,17 +24,21 @@ from langchain_card.chat.answer import Answer, consuming, consuming_in_task
 from langchain_card.chat.batches import Batches, join_group
 from langchain_card.chat.boundary import answering, langchain_errors
 from langchain_card.chat.consumers import Consumer, EventStreams
-from langchain_card.chat.contract import ChatContract
+from langchain_card.chat.reasoning import thinking_of
+from langchain_card.chat.shape import answer_shape, named_by_user
 from langchain_card.chat.siblings import Siblings
+from langchain_card.chat.structured import ToolsAndSchemas
+from langchain_card.constraints.json_schema import ANY_OBJECT
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.lease import EngineLease
 from langchain_card.errors import CARDError
 from langchain_card.progress import ConsoleProgress
 from langchain_card.prompt import encode, to_conversation
+from langchain_card.tools.form import tool_form
+from langchain_card.tools.grammar import AnswerShape, answer_grammar
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
-    from langchain_card.engine.generation import Generation
     from langchain_card.runtime.files import Progress
 
 
@@ -43,7 +48,7 @@ def _threads(purpose: str, process_id: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"card-{purpose}")
 
 
-class CARDChatModel(ChatContract, Batches, EventStreams):
+class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
     r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
 
     ```python
@@ -108,6 +113,12 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         self._lease.close()
         self._siblings.close()
 
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers, loaded if need be: for prompts that are no messages. `close` gives it back."""
+        with langchain_errors():
+            return self._engine()
+
     def __enter__(self) -> Self:
         return self
 
@@ -153,30 +164,40 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
 
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
-    ) -> tuple[Engine, list[int], SamplingParams]:
+    ) -> tuple[Engine, list[int], SamplingParams, AnswerShape]:
+        """The engine, the prompt, how to decode, and what the answer may be."""
         params = self.sampling_params(stop, options)
         conversation = to_conversation(messages, self.model)
         engine = self._engine()
-        return engine, encode(conversation, engine.tokenizer, self.model), params
+        tokenizer = engine.tokenizer
+        form = tool_form(tokenizer)
+        tools, shape = answer_shape(options, form)
+        document = None if shape.schema is ANY_OBJECT else shape.schema
+        prompt_ids = encode(conversation, tokenizer, self.model, tools, document)
+        thinking = thinking_of(tokenizer, prompt_ids)
+        grammar = answer_grammar(shape, form, tokenizer.get_added_vocab(), thinking)
+        if grammar:
+            params = replace(params, grammar=grammar, stop=params.stop if shape.is_free else ())  # they end text
+            with named_by_user(shape):
+                engine.grammars.check(grammar, params.max_tokens)  # here, because it may take a while
+        return engine, prompt_ids, params, shape
 
-    def _start(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Generation:
+    def _start(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
         return self._submit(*self._prepare(messages, stop, options))
 
-    async def _astart(
-        self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
-    ) -> Generation:
+    async def _astart(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
         loop = asyncio.get_running_loop()
         purpose = "load" if self._lease.held is None else "prepare"  # nobody waits for the loading of another model
         prepare = functools.partial(contextvars.copy_context().run, self._prepare, messages, stop, options)
         prepared = await loop.run_in_executor(_threads(purpose, os.getpid()), prepare)
         return self._submit(*prepared)  # on the loop: a cancelled task leaves its thread running
 
-    def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams) -> Generation:
+    def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams, shape: AnswerShape) -> Answer:
         generation = engine.submit(prompt_ids, params)
         join_group(generation)
         if self._consumer is not None:
             self._consumer.reads(generation)
-        return generation
+        return Answer(generation, self.model, shape)
 
     @answering
     @override
@@ -187,10 +208,10 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        generation = self._start(messages, stop, kwargs)
-        with consuming(generation, self.timeout):
-            generation.result()
-            return Answer(generation, self.model).result()
+        answer = self._start(messages, stop, kwargs)
+        with consuming(answer.generation, self.timeout):
+            answer.generation.result()
+            return answer.result()
 
     @answering
     @override
@@ -201,10 +222,10 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        generation = await self._astart(messages, stop, kwargs)
-        with consuming_in_task(generation, self.timeout):
-            await generation.aresult()
-            return Answer(generation, self.model).result()
+        answer = await self._astart(messages, stop, kwargs)
+        with consuming_in_task(answer.generation, self.timeout):
+            await answer.generation.aresult()
+            return answer.result()
 
     @answering
     @override
@@ -215,10 +236,9 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        generation = self._start(messages, stop, kwargs)
-        with consuming(generation, self.timeout):
-            answer = Answer(generation, self.model)
-            for piece in generation:
+        answer = self._start(messages, stop, kwargs)
+        with consuming(answer.generation, self.timeout):
+            for piece in answer.generation:
                 chunk = answer.chunk(piece)
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -237,10 +257,9 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        generation = await self._astart(messages, stop, kwargs)
-        with consuming_in_task(generation, self.timeout):
-            answer = Answer(generation, self.model)
-            async for piece in generation:
+        answer = await self._astart(messages, stop, kwargs)
+        with consuming_in_task(answer.generation, self.timeout):
+            async for piece in answer.generation:
                 chunk = answer.chunk(piece)
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -251,7 +270,7 @@ class CARDChatModel(ChatContract, Batches, EventStreams):
             yield chunk
 
     @override
-    def _for_consumer(self, consumer: Consumer) -> Self:
+    def for_consumer(self, consumer: Consumer) -> Self:
         reader = copy.copy(self)
         reader._lease, reader._siblings, reader._consumer = self._lease, self._siblings, consumer
         return reader

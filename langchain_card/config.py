@@ -40,6 +40,9 @@ class Limits:
         max_logit_bias: entries of a request's `logit_bias`.
         max_banned_ids: tokens that a request may ban.
         max_logprobs: likeliest tokens reported beside each token of an answer.
+        max_grammar_bytes: of one grammar, a JSON schema written out in it.
+        max_grammar_seconds: that a process of its own may take to check one.
+        max_grammar_cache_bytes: of the grammars that are kept compiled; what was used longest ago goes first.
         max_queue: requests waiting at once.
         max_num_seqs: requests decoded at once; None for as many, up to 16, as half of the free memory has room for, and
             for one where `exact` is `"strict"`, whose steps cost as much as all of them.
@@ -53,6 +56,7 @@ class Limits:
             not less.
         max_deaths: deaths of one worker within `deaths_seconds` before it is given up.
         deaths_seconds: see `max_deaths`.
+        silence_seconds: after which an isolated engine that says nothing is ended and started again.
         restart_seconds: pause before a worker that died starts again; doubles with every further death.
     """
 
@@ -62,6 +66,9 @@ class Limits:
     max_logit_bias: int = 300
     max_banned_ids: int = 1024
     max_logprobs: int = 20
+    max_grammar_bytes: int = 1 << 18
+    max_grammar_seconds: float = 5.0
+    max_grammar_cache_bytes: int = 1 << 23
     max_queue: int = 512
     max_num_seqs: int | None = None
     max_step_rows: int = 512
@@ -73,6 +80,7 @@ class Limits:
     max_failures: int = 2
     max_deaths: int = 5
     deaths_seconds: float = 60.0
+    silence_seconds: float = 60.0
     restart_seconds: float = 0.1
 
     def __post_init__(self) -> None:
@@ -127,6 +135,8 @@ class EngineConfig:
             one on a CPU, None for none; or a transformers quantization config as a JSON object, such as
             `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are quantized already
             (`quantization_config` in their config.json) stay as they are.
+        isolate: whether all of it runs in a process of its own: when that dies it is started again, and every request
+            goes on where it was.
         ngram: look the answer's continuation up in prompt and answer as well, on the same tree.
         exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
             `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
@@ -147,6 +157,7 @@ class EngineConfig:
     quantization: str | None = "auto"
     exact: str = "default"
     execution: str = "auto"
+    isolate: bool = False
     ngram: bool = True
     max_model_len: int | None = None
     limits: Limits = field(default_factory=Limits)

@@ -16,6 +16,7 @@ CARDError
 │   └── DownloadError                   no source could be reached
 └── EngineError (RuntimeError)          the engine cannot serve the request
     ├── EngineBusyError                 the queue is full
+    ├── EngineWaitError                 the request waited too long for its turn
     ├── EngineClosedError               the engine was closed
     ├── GenerationTimeoutError          the answer took longer than it was allowed to
     └── GenerationAbortedError          somebody else ended the answer
@@ -119,6 +120,10 @@ class EngineError(CARDError, RuntimeError):
 
 class EngineBusyError(EngineError):
     """The queue is full; the request was not taken."""
+
+
+class EngineWaitError(EngineError):
+    """The request had not begun when nobody wanted to wait any longer; it was aborted."""
 
 
 class EngineClosedError(EngineError):

@@ -1,13 +1,23 @@
-"""All seams in one place: what a plug-in implements, and what the engine asks of it."""
+"""All seams in one place: what a plug-in implements, what the engine asks of it, and what engines are made of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal, Verdict, Window
-from langchain_card.core.request import Request
+from typing_extensions import Self
+
+from langchain_card.core.messages import Begin, Correct, Emit, End, Grow, Proposal, Verdict, Window
+from langchain_card.core.request import FinishReason, Request, RequestStats
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    def __call__(self) -> float:
+        """Seconds; only differences matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,31 @@ class Drafter(Protocol):
         """Frees everything."""
 
 
+class Constraint(Protocol):
+    """A grammar and what was said so far: what may come next. Called by one thread at a time; forks are independent.
+
+    There is no rollback: a fork costs microseconds, and each node of a tree has its own.
+    """
+
+    def fork(self) -> Self:
+        """An independent copy."""
+
+    def accept(self, token_id: int) -> bool:
+        """Says a token, if it may come next and does not end the text; else nothing changes."""
+
+    def allowed(self) -> bytes:
+        """Bit `i % 8` of byte `i // 8`: whether token i may come next. All are 0 where the grammar failed."""
+
+    def forced(self) -> list[int]:
+        """Tokens of the text that must come next, as the tokenizer would write it; others may spell it, too."""
+
+    def closing(self, most: int) -> tuple[int, ...] | None:
+        """Tokens that end the text, end of text left out: at most `most` if so few were found; None if no end was.
+
+        The same for the same tokens said and the same questions asked on the way, by forks or not.
+        """
+
+
 class Target(Protocol):
     """Verifies windows and owns the sequences' KV. Called by one thread."""
 
@@ -69,6 +104,26 @@ class Target(Protocol):
         """Frees a sequence; unknown ids are ignored."""
 
 
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Of a worker.
+
+    Attributes:
+        state: "up"; or "loading", "down" (it starts again) or "given up".
+        busy: seconds since its step began; 0 while it waits for work.
+        budget: seconds that this step may take.
+    """
+
+    state: str = "up"
+    busy: float = 0.0
+    budget: float = math.inf
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is there and does not hang."""
+        return self.state == "up" and self.busy <= self.budget
+
+
 DraftCommand: TypeAlias = Begin | Correct | Grow | End
 
 
@@ -83,6 +138,9 @@ class Worker(Protocol):
 
     def step(self, but: Collection[int] = ()) -> bool:
         """One step for every request that has leave, but these; False when none has."""
+
+    def health(self) -> Health:
+        """Whether its step takes no longer than it should; asked from any thread."""
 
     def close(self) -> None:
         """Frees the drafter."""
@@ -111,12 +169,62 @@ class Transport(Protocol):
     def work(self) -> None:
         """Takes the steps that are granted where nothing is to overlap, on the caller's thread."""
 
+    def health(self) -> Health:
+        """Of the worker; asked from any thread."""
+
+    def kill(self) -> None:
+        """Ends a worker that hangs, where that can be done: it is reported dead, then."""
+
     def close(self) -> None:
         """Stops the worker and waits for it."""
 
 
-class Clock(Protocol):
-    """Where time comes from."""
+class Consumer(Protocol):
+    """Takes one answer. Called by one thread at a time; the last call is `finish` or `fail`."""
 
-    def __call__(self) -> float:
-        """Seconds; only differences matter."""
+    request: Request
+
+    def watch(self, stats: RequestStats) -> None:
+        """The first call for a request that starts; `stats` goes on being written."""
+
+    def push(self, emit: Emit) -> int | None:
+        """Takes committed tokens; the number of tokens that count when a stop string was met, else None."""
+
+    def finish(self, reason: FinishReason, stats: RequestStats) -> None:
+        """The request ended."""
+
+    def fail(self, error: BaseException) -> None:
+        """It could not be served."""
+
+
+class Backend(Protocol):
+    """Decodes requests: here, or in a process that may die and is started again. Usable from any thread."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV on the target."""
+
+    def submit(self, consumer: Consumer, output_ids: Sequence[int] = ()) -> None:
+        """Takes a request, perhaps with the beginning of its answer."""
+
+    def stop(self, request_id: int, num_tokens: int | None = None) -> None:
+        """Ends a request after so many tokens; None where nobody wants it any more."""
+
+    def pause(self, request_id: int, paused: bool) -> None:
+        """Holds a request that nobody reads, or lets it go on."""
+
+    def announce(self, count: int) -> None:
+        """So many requests are about to come: they shall share their first pass."""
+
+    def drain(self) -> None:
+        """Takes no more requests, and writes all answers to their end, read or not."""
+
+    def health(self) -> dict[str, Health]:
+        """Of the workers, by name."""
+
+    def close(self) -> None:
+        """Ends all requests and frees everything."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,6 +12,7 @@ from langchain_core.messages import (
     BaseMessage,
     ChatMessage,
     HumanMessage,
+    InvalidToolCall,
     SystemMessage,
     ToolCall,
     ToolMessage,
@@ -18,6 +20,7 @@ from langchain_core.messages import (
 
 from langchain_card.control_tokens import control_tokens, map_texts
 from langchain_card.errors import InvalidInputError, UnsupportedContentError
+from langchain_card.tools.form import Turn, describe_document, describe_tools, tool_form
 
 _ROLES: dict[type[BaseMessage], str] = {
     SystemMessage: "system",
@@ -27,17 +30,20 @@ _ROLES: dict[type[BaseMessage], str] = {
 }
 _REASONING = ("reasoning", "thinking", "redacted_thinking")  # the last one is encrypted: no text
 _CALLS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "input_json_delta", "function_call")
+_MADE = ("tool_call", "tool_use")
 _TEXTS = ("content", "reasoning_content")
 
-Turn = dict[str, Any]
+BEYOND_REPAIR = ']"]'
+"""Behind the arguments of a call that is not to be made, in a stream, where LangChain would complete them."""
 
 
 def to_conversation(messages: Sequence[BaseMessage], model: str) -> list[Turn]:
     """Messages in the form that chat templates take.
 
     Text blocks are joined. What an AI message thought goes into `reasoning_content`, and its blocks that repeat
-    `tool_calls` are left out, so that answers stored with `output_version="v1"` can be sent back. Results of tools in
-    a human message become turns of their own, before it.
+    `tool_calls` are left out, so that answers stored with `output_version="v1"` can be sent back; calls that could not
+    be read are text. Results of tools in a human message become turns of their own, before it. Templates have no place
+    for a result's status: one that is an error says so in its first word.
 
     Args:
         messages: system, human, AI, tool and chat messages; text only.
@@ -52,7 +58,13 @@ def to_conversation(messages: Sequence[BaseMessage], model: str) -> list[Turn]:
     return [_turn(part, model) for message in messages for part in _parts(message)]
 
 
-def encode(conversation: Sequence[Turn], tokenizer: Any, model: str, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+def encode(
+    conversation: Sequence[Turn],
+    tokenizer: Any,
+    model: str,
+    tools: Sequence[dict[str, Any]] = (),
+    document: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Prompt token ids of a conversation, the header of the answer included.
 
     Control tokens in it are the template's own: where a text spells one, it is read as ordinary characters. When the
@@ -62,7 +74,8 @@ def encode(conversation: Sequence[Turn], tokenizer: Any, model: str, tools: Sequ
         conversation: of `to_conversation`.
         tokenizer: of transformers, with a chat template.
         model: its name, for errors.
-        tools: that the model may call, in OpenAI's form; for templates that know of tools.
+        tools: that the model may call, in OpenAI's form; see `tools.form` for how the model is told of them.
+        document: schema of the document that the answer is to be, if it is to be one.
 
     Raises:
         InvalidInputError: there is no chat template, it refuses the conversation, or makes control tokens of a text.
@@ -71,13 +84,27 @@ def encode(conversation: Sequence[Turn], tokenizer: Any, model: str, tools: Sequ
         hint = "use an instruct model; base models only continue text"
         raise InvalidInputError("model", model, "its tokenizer has no chat template", hint)
     refusal: TemplateError | None = None
-    for turns in _forms(list(conversation)):
+    map_texts([list(conversation), list(tools)], _check_text)
+    told = list(conversation)
+    if not tool_form(tokenizer).native:
+        told, tools = describe_tools(told, tools), ()
+    if document is not None:
+        told = describe_document(told, document)
+    for turns in _forms(told):
         try:
             return _ids(turns, list(tools), tokenizer, model)
         except TemplateError as error:  # noqa: PERF203 - three times at most
             refusal = refusal or error
     roles, words = [turn["role"] for turn in conversation], control_tokens(tokenizer).unmark(str(refusal))
     raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {words}") from refusal
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError("messages", text, f"must be text ({error.reason})", "decode it otherwise") from error
+    return text
 
 
 # Messages to turns.
@@ -89,7 +116,14 @@ def _parts(message: BaseMessage) -> list[BaseMessage]:
         return [message]
     results = [block for block in message.content if isinstance(block, dict) and block.get("type") == "tool_result"]
     others = [block for block in message.content if block not in results]
-    tools = [ToolMessage(block.get("content", ""), tool_call_id=block.get("tool_use_id", "")) for block in results]
+    tools = [
+        ToolMessage(
+            block.get("content") or "",
+            tool_call_id=block.get("tool_use_id", ""),
+            status="error" if block.get("is_error") else "success",
+        )
+        for block in results
+    ]
     return [*tools, message.model_copy(update={"content": others})] if others or not results else [*tools]
 
 
@@ -101,11 +135,14 @@ def _turn(message: BaseMessage, model: str) -> Turn:
         turn["name"] = message.name
     if isinstance(message, ToolMessage):
         turn["tool_call_id"] = message.tool_call_id
+        if message.status == "error" and not turn["content"].lstrip().lower().startswith("error"):
+            turn["content"] = f"Error: {turn['content']}" if turn["content"] else "Error"
     if isinstance(message, AIMessage):
         thought = turn.get("reasoning_content") or message.additional_kwargs.get("reasoning_content")
         turn |= {"reasoning_content": str(thought)} if thought else {}
-        calls = [_call(call) for call in message.tool_calls]
+        calls = _calls(message)
         turn |= {"tool_calls": calls} if calls else {}
+        turn["content"] = "\n".join(filter(None, [turn["content"], *map(_written, message.invalid_tool_calls)]))
     return turn
 
 
@@ -120,6 +157,23 @@ def _role(message: BaseMessage) -> str:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+
+
+def _written(call: InvalidToolCall) -> str:
+    name, arguments = json.dumps(call["name"], ensure_ascii=False), (call["args"] or "").removesuffix(BEYOND_REPAIR)
+    return f'{{"name": {name}, "arguments": {arguments}'
+
+
+def _calls(message: AIMessage) -> list[dict[str, Any]]:
+    """Those of the message, then those that only a block of it tells of."""
+    known = {call["id"] for call in message.tool_calls}
+    blocks = [block for block in message.content if isinstance(block, dict) and block.get("type") in _MADE]
+    others = [
+        ToolCall(name=str(block.get("name")), args=block.get("args") or block.get("input") or {}, id=block.get("id"))
+        for block in blocks
+        if block.get("id") not in known
+    ]
+    return [_call(call) for call in (*message.tool_calls, *others)]
 
 
 def _add(block: str | dict[Any, Any], turn: Turn, model: str) -> None:

@@ -74,7 +74,7 @@ class Figures:
 @contextlib.contextmanager
 def watched(engine: Engine, figures: Figures) -> Iterator[None]:
     """Counts the rounds of every request while the block runs, and slows the target down."""
-    driver = engine._driver
+    driver = engine.backend
     target = driver._target
     intake = driver.coordinator.intake
     handle, verify, enter = driver.coordinator.handle, target.verify, intake.enter

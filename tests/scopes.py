@@ -18,6 +18,7 @@ EXHAUSTIVE = [
     Scope("a draft dies and comes back", max_tokens=5, faults={"kill": 2}, limits=WIDE),
     Scope("a draft dies between two steps", max_tokens=5, top=0.9, widths=(1, 1), faults={"kill": 1}, limits=WIDE),
     Scope("the target dies and comes back", max_tokens=4, faults={"kill target": 2}, limits=PATIENT),
+    Scope("answers that were begun elsewhere", requests=2, max_tokens=4, begun=2, faults={"kill": 1}, limits=SMALL),
     Scope("end of text", requests=2, max_tokens=3, eos=0, unpaced=True, limits=SMALL),
     Scope("a stop string", max_tokens=4, faults={"stop": 1, "kill": 1}, limits=SMALL),
     Scope("a consumer leaves", requests=2, max_tokens=2, faults={"abort": 1}, limits=SMALL),

@@ -70,7 +70,7 @@ def test_a_batch_of_eight_equals_single_runs(
     with Engine(config(tiny_pairs[arch], form)) as engine:
         alone = []
         for prompt_ids, params in requests:
-            engine._driver._target._runner.pool.forget()  # type: ignore[attr-defined]
+            engine.backend._target._runner.pool.forget()  # type: ignore[attr-defined]
             alone.append(engine.submit(prompt_ids, params).result().token_ids)
     counter, rng = PassCounter(monkeypatch, num_scratch=12), random.Random(1)
     with Engine(config(tiny_pairs[arch], form, max_num_seqs=8, max_step_rows=64)) as engine:
@@ -88,7 +88,7 @@ def test_a_batch_of_eight_equals_single_runs(
             assert got == alone[number][: len(got)], number
             assert completion.finish_reason is FinishReason.ABORT or len(got) == len(alone[number])
         assert engine.num_running == 0
-        pool = engine._driver._target._runner.pool  # type: ignore[attr-defined]
+        pool = engine.backend._target._runner.pool  # type: ignore[attr-defined]
         assert pool.num_free == 8
     assert ended[FinishReason.ABORT] >= 4 and ended[FinishReason.LENGTH] >= 16
     assert max(counter.windows) == 8 and max(counter.rows) <= 64

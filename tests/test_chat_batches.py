@@ -276,6 +276,6 @@ def test_a_signal_while_a_batch_begins(model: CARDChatModel, monkeypatch: pytest
         model.batch(PROMPTS, max_tokens=400)
     assert batches._group.get() is None
     end = time.monotonic() + 5
-    while model._engine()._driver.num_open:
+    while model._engine().num_open:
         assert time.monotonic() < end
         time.sleep(0.005)

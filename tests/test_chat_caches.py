@@ -20,6 +20,7 @@ SAME: list[dict[str, Any]] = [
     {"draft_device": "cpu"},
     {"draft_transport": "thread"},
     {"execution": "eager"},
+    {"isolate": True},
     {"pins": Pins(window=2)},
     {"limits": Limits(max_num_seqs=3)},
     {"timeout": 30.0},

@@ -207,7 +207,7 @@ def test_ctrl_c_ends_the_answers_and_the_model_goes_on(toy: dict[str, Any]) -> N
                 print("never interrupted:", call)
             except KeyboardInterrupt:
                 left = time.monotonic()
-                while engine.num_running or engine._driver.num_open:
+                while engine.num_running or engine.num_open:
                     time.sleep(0.001)
                 reasons = {generation._reason.value for generation in submitted}
                 again = model.invoke("hi", max_tokens=1).usage_metadata["output_tokens"]

@@ -39,6 +39,7 @@ KINDS: dict[type[CARDError], tuple[type[core.ModelError], bool]] = {
     errors.DownloadError: (core.ModelConnectionError, True),
     errors.EngineError: (core.ModelAPIError, True),
     errors.EngineBusyError: (core.ModelRateLimitError, True),
+    errors.EngineWaitError: (core.ModelTimeoutError, True),
     errors.EngineClosedError: (core.ModelError, False),
     errors.GenerationTimeoutError: (core.ModelTimeoutError, True),
     errors.GenerationAbortedError: (core.ModelError, False),

@@ -145,7 +145,8 @@ def test_response_metadata(model: CARDChatModel) -> None:
     assert card["tokens_per_second"] > 0
     assert card["time_to_first_token"] > 0
     assert card["seed"] == 0
-    assert {type(value) for value in card.values()} == {str, int, float, dict}
+    assert card["closed"] is False
+    assert {type(value) for value in card.values()} == {str, int, float, dict, bool}
 
 
 def test_no_half_characters(model: CARDChatModel) -> None:

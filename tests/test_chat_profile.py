@@ -72,7 +72,9 @@ def test_profiles_are_read_without_torch() -> None:
 def test_what_it_can_do(toy: dict[str, Any]) -> None:
     profile = CARDChatModel(**toy).profile
     assert profile is not None
-    assert {name for name, value in profile.items() if value is True} == {"text_inputs", "text_outputs", "temperature"}
+    tools = {"tool_calling", "tool_choice", "tool_call_streaming", "structured_output"}
+    expected = {"text_inputs", "text_outputs", "temperature", *tools}
+    assert {name for name, value in profile.items() if value is True} == expected
     assert profile["max_input_tokens"] == profile["max_output_tokens"] == 2048 - 16 - 1
     given = CARDChatModel(**toy, profile={"max_input_tokens": 5}).profile
     assert given == {"max_input_tokens": 5}

@@ -209,11 +209,11 @@ async def test_a_thousand_streams_that_are_broken_off_leave_nothing(toy: dict[st
             ]
             await asyncio.gather(*leaving)
         end = time.monotonic() + 10
-        while engine.num_running or engine._driver.num_open or len(asyncio.all_tasks()) > 1:
+        while engine.num_running or engine.num_open or len(asyncio.all_tasks()) > 1:
             assert time.monotonic() < end, "a request or a task is left"
             await asyncio.sleep(0.01)
         assert threading.active_count() <= threads
-        free = engine._driver._target._runner.pool.num_free  # type: ignore[attr-defined]
+        free = engine.backend._target._runner.pool.num_free  # type: ignore[attr-defined]
         assert free == engine.config.limits.num_seqs, "a slot is left"
         assert (await model.ainvoke("hi")).content
 

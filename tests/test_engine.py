@@ -127,8 +127,8 @@ def plain(value: Any) -> bool:
 def test_messages_hold_host_numbers_only(pair: tuple[str, str], schedule: str) -> None:
     seen: set[str] = set()
     with Engine(config(pair)) as engine:
-        handle = engine._driver.coordinator.handle
-        transports = engine._driver.transports
+        handle = engine.backend.coordinator.handle
+        transports = engine.backend.transports
 
         def spying(event: Any) -> Any:
             for attribute in ("proposal", "verdict"):
@@ -137,7 +137,7 @@ def test_messages_hold_host_numbers_only(pair: tuple[str, str], schedule: str) -
                     seen.add(type(message).__name__)
             return handle(event)
 
-        engine._driver.coordinator.handle = spying  # type: ignore[method-assign]
+        engine.backend.coordinator.handle = spying  # type: ignore[method-assign]
         for transport in transports.values():
             send = transport.send
 
@@ -158,7 +158,7 @@ def test_a_draft_that_dies_costs_speed_only(
     with Engine(config(pair, pins=Pins(lead=2))) as engine, caplog.at_level(logging.CRITICAL):
         params = SamplingParams(max_tokens=40, schedule=schedule)  # type: ignore[arg-type]
         wanted = engine.submit(PROMPT, params).result().token_ids
-        drafter = engine._driver.transports["model"]._worker.drafter  # type: ignore[attr-defined]
+        drafter = engine.backend.transports["model"]._worker.drafter  # type: ignore[attr-defined]
         step, calls = drafter.step, []
 
         def failing(budgets: Any) -> Any:

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from langchain_card import errors
+from langchain_card.config import EngineConfig, Limits, Pins
 from langchain_card.core import messages as m
-from langchain_card.core.request import Request, SamplingParams
+from langchain_card.core.request import FinishReason, Request, RequestStats, SamplingParams
 from langchain_card.errors import CARDError, DeviceError, EngineError
+from langchain_card.ports import Health
+from langchain_card.transports import engine_frames as f
 from langchain_card.transports import frames
-from langchain_card.transports.frames import DOWN, UP, Direction, Exhausted, Failed, Logged, Ready, Start, Wire
+from langchain_card.transports.frames import DOWN, UP, Alive, Direction, Exhausted, Failed, Logged, Ready, Start, Wire
 
 
 class Draw:
@@ -77,6 +80,7 @@ MESSAGES: dict[tuple[Direction, str], Callable[[Draw], Any]] = {
     (UP, "Ready"): lambda d: Ready(),
     (UP, "Proposal"): lambda d: d.proposal(),
     (UP, "Exhausted"): lambda d: Exhausted(d.ints()),
+    (UP, "Alive"): lambda d: Alive(d.float(), d.float()),
     (UP, "Logged"): lambda d: Logged(d.text(), d.int(), d.text()),
     (UP, "Failed"): lambda d: Failed(d.text(), d.text(), d.text(), d.argument(), d.text()),
 }
@@ -153,6 +157,26 @@ def test_messages_arrive_in_order_until_the_other_end_is_gone() -> None:
     process.close()
 
 
+def test_what_an_engine_and_its_supervisor_say() -> None:
+    request = Request(3, (1, 2), SamplingParams(stop=("x",), logit_bias=((1, 2.0),), grammar="start: /a/"), (0,))
+    stats = RequestStats(rounds=2, accepted_by_source={"model": 3}, closed=True)
+    logprobs = (m.TokenLogprob(-0.5, ((1, -0.5), (2, -1.0))),)
+    said: dict[Direction, list[Any]] = {
+        f.TO_ENGINE: [
+            f.Load(EngineConfig("a", None, limits=Limits(max_num_seqs=3), pins=Pins(window=4), isolate=True), 20, 7),
+            f.Ask(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Pause(3, paused=True), f.Announce(4), f.Drain(),
+        ],
+        f.FROM_ENGINE: [
+            f.Loaded(Limits()), f.Began(3), f.Wrote(3, (7,), ("model",), logprobs, stats), Logged("a", 20, "b"),
+            f.Ended(3, FinishReason.LENGTH, stats), f.Refused(3, Failed("EngineError", "no")), Failed("KeyError", "x"),
+            f.Alive({"target": Health("up", 1.5, 20.0), "model": Health("given up")}),
+        ],
+    }  # fmt: skip
+    for way, messages in said.items():
+        assert {type(message).__name__ for message in messages} == set(way._decoders)
+        assert [way.decode(way.encode(message)[4:]) for message in messages] == messages
+
+
 def test_frames_have_a_bound_both_ways() -> None:
     parent, process = wires()
     long = tuple(range(2**20))
@@ -172,10 +196,10 @@ def test_errors_travel() -> None:
     assert len(ours) > 10
     for kind in ours:
         error = kind("draft_device", "cuda:7", "has no room for it", "use a smaller draft")
-        again = UP.decode(UP.encode(Failed.of(error))[4:]).error()
+        again = UP.decode(UP.encode(Failed.of(error))[4:]).error("draft process")
         assert type(again) is kind and str(again) == str(error)
-    odd = Failed.of(DeviceError("folder", ("a", "b"), "holds no weights")).error()
+    odd = Failed.of(DeviceError("folder", ("a", "b"), "holds no weights")).error("draft process")
     assert odd.value == "('a', 'b')"
-    other = Failed.of(ZeroDivisionError("by zero")).error()
+    other = Failed.of(ZeroDivisionError("by zero")).error("draft process")
     assert type(other) is EngineError and "draft process = 'ZeroDivisionError': by zero" in str(other)
-    assert type(Failed("annotations", "x").error()) is EngineError, "a name that is no class"
+    assert type(Failed("annotations", "x").error("draft process")) is EngineError, "a name that is no class"

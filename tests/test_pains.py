@@ -1,7 +1,7 @@
 """What users of local chat models suffer elsewhere, each as a test; numbers are those of the projects' issues.
 
-Tools and structured output (langchain#29033, #30453, #29569, langchain-community#256, ollama#17921, #14440) are not
-there yet: what must not happen meanwhile is that they are accepted and ignored.
+Tools and structured output (langchain#29033, #30453, #29569, langchain-community#256, ollama#17921, #14440): what they
+are bound as is in test_structured.py; other servers' names for them must not be accepted and ignored.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ def test_options_of_a_call_are_silently_ignored(model: CARDChatModel) -> None:
     assert len(hot) > 1
 
 
-@pytest.mark.parametrize("option", ["tools", "tool_choice", "response_format", "functions", "guided_json"])
+@pytest.mark.parametrize("option", ["functions", "function_call", "guided_json", "grammar"])
 def test_tools_and_schemas_are_accepted_and_ignored(model: CARDChatModel, option: str) -> None:
     with pytest.raises(InvalidInputError, match=f"{option} = .* is not an option of a call"):
         model.invoke("hi", **{option: []})
     with pytest.raises(InvalidInputError):
         model.bind(**{option: []})
-    with pytest.raises(NotImplementedError):
-        model.bind_tools([])
+    with pytest.raises(InvalidInputError):
+        model.bind_tools([], **{option: []})
+    with pytest.raises(InvalidInputError):
+        model.with_structured_output(method="json_mode", **{option: []})
 
 
 def test_a_stream_that_was_left_goes_on(toy: dict[str, Any]) -> None:
@@ -206,7 +208,7 @@ def test_memory_is_not_given_back(toy: dict[str, Any]) -> None:
     """langchain#17678, #25456."""
     before = num_loaded_models()
     model = CARDChatModel(**toy).load()
-    runner = model._engine()._driver._target._runner  # type: ignore[attr-defined]
+    runner = model._engine().backend._target._runner  # type: ignore[attr-defined]
     held = [weakref.ref(runner.model), weakref.ref(runner.pool)]
     assert model.invoke("hi").content
     del runner

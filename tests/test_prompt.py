@@ -36,7 +36,7 @@ def test_roles() -> None:
         ToolMessage("42", tool_call_id="1"),
         ChatMessage("hm", role="critic"),
     ]
-    turns = "<system>Be brief.\n<user>Hé 🙂\n<assistant>Yes?\n<tool>42\n<critic>hm\n"
+    turns = "<system>Be brief.\n<user>Hé 🙂\n<assistant>Yes?\n<user>Result of the function:\n42\n<critic>hm\n"
     assert prompt_of(*messages) == turns + "<ai>"
 
 
@@ -75,6 +75,34 @@ def test_tool_calls_reach_the_template() -> None:
         {"type": "function", "id": "7", "function": {"name": "add", "arguments": {"a": 1}}}
     ]
     assert turns[1]["tool_call_id"] == "7"
+
+
+def test_calls_that_only_blocks_tell_of_reach_the_template() -> None:
+    blocks: list[Any] = [
+        {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_call", "id": "2", "name": "now", "args": {}},
+    ]
+    (turn,) = to_conversation([AIMessage(blocks)], "toy")
+    assert [(call["id"], call["function"]["arguments"]) for call in turn["tool_calls"]] == [("1", {"a": 1}), ("2", {})]
+    known = {"name": "add", "args": {"a": 1}, "id": "1", "type": "tool_call"}
+    (turn,) = to_conversation([AIMessage(blocks, tool_calls=[known])], "toy")
+    assert [call["id"] for call in turn["tool_calls"]] == ["1", "2"]
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "a\udc00b"])
+def test_half_characters_are_refused(text: str) -> None:
+    call = {"name": "add", "args": {"a": text}, "id": "7", "type": "tool_call"}
+    for message in (HumanMessage(text), AIMessage("", tool_calls=[call]), ToolMessage(text, tool_call_id="7")):
+        with pytest.raises(InvalidInputError, match=r"messages = .*surrogates not allowed"):
+            encode(to_conversation([message], "toy"), tiny.byte_tokenizer(), "toy")
+
+
+def test_calls_that_could_not_be_read_are_text() -> None:
+    bad = {"type": "invalid_tool_call", "name": "add", "args": '{"a": ', "id": "7", "error": "cut"}
+    whole = {"name": "now", "args": {}, "id": "8", "type": "tool_call"}
+    turns = to_conversation([AIMessage("Hm.", tool_calls=[whole], invalid_tool_calls=[bad])], "toy")  # type: ignore[list-item]
+    assert turns[0]["content"] == 'Hm.\n{"name": "add", "arguments": {"a": '
+    assert [call["id"] for call in turns[0]["tool_calls"]] == ["8"]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +182,11 @@ def test_reasoning_beside_the_content() -> None:
     [("42", "42"), (42, "42"), (None, "None"), (["4", {"type": "text", "text": "2"}], "42"), ([], "")],
 )
 def test_results_of_tools(content: Any, text: str) -> None:
-    message = ToolMessage(content=content, tool_call_id="7", name="add", status="error")
-    assert to_conversation([message], "toy") == [{"role": "tool", "content": text, "name": "add", "tool_call_id": "7"}]
+    message = ToolMessage(content=content, tool_call_id="7", name="add")
+    turn = {"role": "tool", "content": text, "name": "add", "tool_call_id": "7"}
+    assert to_conversation([message], "toy") == [turn]
+    failed = {**turn, "content": f"Error: {text}" if text else "Error"}
+    assert to_conversation([message.model_copy(update={"status": "error"})], "toy") == [failed]
 
 
 def test_results_of_tools_in_a_human_message() -> None:
@@ -165,20 +196,11 @@ def test_results_of_tools_in_a_human_message() -> None:
     ]
     tools = [
         {"role": "tool", "content": "42", "tool_call_id": "7"},
-        {"role": "tool", "content": "no", "tool_call_id": "8"},
+        {"role": "tool", "content": "Error: no", "tool_call_id": "8"},
     ]
     assert to_conversation([HumanMessage(results)], "toy") == tools
     named = HumanMessage([*results, {"type": "text", "text": "And?"}], name="bob")
     assert to_conversation([named], "toy") == [*tools, {"role": "user", "content": "And?", "name": "bob"}]
-
-
-def test_tools_reach_the_template() -> None:
-    tokenizer = tiny.byte_tokenizer()
-    tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    ids = encode([{"role": "user", "content": "hi"}], tokenizer, "toy", tools)
-    assert tokenizer.decode(ids) == '[{"type": "function", "function": {"name": "add", "parameters": {}}}]hi'
-    assert tokenizer.decode(encode([{"role": "user", "content": "hi"}], tokenizer, "toy")) == "nullhi"
 
 
 def test_no_messages() -> None:

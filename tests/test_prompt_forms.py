@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import tiny
 import vocabularies
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolCall, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+)
 
 from langchain_card.errors import InvalidInputError
 from langchain_card.prompt import encode, to_conversation
@@ -69,10 +77,10 @@ def test_a_name_reaches_the_template() -> None:
 
 
 def test_merging_loses_nothing() -> None:
-    """Calls of both turns stay, in order, and what both thought; results of tools stay apart."""
+    """Names that differ go, calls of both turns stay, in order, and what both thought; so do results of tools."""
     tokenizer = tiny.byte_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role != 'tool' %}"
+        "{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
         "{{ raise_exception('twice') }}{% endif %}{{ m | tojson }}\n{% endfor %}"
     )
     call: ToolCall = {"name": "add", "args": {"a": 1}, "id": "7", "type": "tool_call"}
@@ -80,23 +88,45 @@ def test_merging_loses_nothing() -> None:
         HumanMessage("g", name="ann"),
         HumanMessage("h", name="bob"),
         AIMessage("a", tool_calls=[call], name="x", additional_kwargs={"reasoning_content": "r"}),
-        AIMessage("b", tool_calls=[{**call, "id": "8"}], name="x", additional_kwargs={"reasoning_content": "s"}),
+        AIMessage("b", tool_calls=[{**call, "args": {}}], name="x", additional_kwargs={"reasoning_content": "s"}),
         ToolMessage("1", tool_call_id="7"),
         ToolMessage("2", tool_call_id="8"),
     ]
     ids = encode(to_conversation(messages, "toy"), tokenizer, "toy")
-    user, answer, *tools = map(json.loads, tokenizer.decode(ids).splitlines())
+    user, answer, results = map(json.loads, tokenizer.decode(ids).splitlines())
     assert user == {"role": "user", "content": "g\n\nh"}
-    assert (answer["content"], answer["reasoning_content"], answer["name"]) == ("a\n\nb", "r\n\ns", "x")
-    assert [call["id"] for call in answer["tool_calls"]] == ["7", "8"]
-    assert [turn["tool_call_id"] for turn in tools] == ["7", "8"]
+    assert (answer["reasoning_content"], answer["name"]) == ("r\n\ns", "x")
+    first, second = ('```json\n{"name": "add", "arguments": ' + args + "}\n```" for args in ('{"a": 1}', "{}"))
+    assert answer["content"] == f"a\n{first}\n\nb\n{second}"
+    assert results == {"role": "user", "content": "Result of add:\n1\n\nResult of the function:\n2"}
+
+
+def test_merged_turns_that_a_template_knows_keep_calls_and_results_apart() -> None:
+    tokenizer = vocabularies.smollm2_tools()
+    alternating = tiny.byte_tokenizer()
+    twice = (
+        "{% for m in messages if m.role == 'assistant' and m.content == 'a' %}{{ raise_exception('a') }}{% endfor %}"
+    )
+    alternating.chat_template = twice + tokenizer.chat_template
+    call: ToolCall = {"name": "add", "args": {"a": 1}, "id": "7", "type": "tool_call"}
+    messages = [
+        HumanMessage("h"),
+        AIMessage("a", tool_calls=[call]),
+        AIMessage("b", tool_calls=[{**call, "id": "8"}]),
+        ToolMessage("1", tool_call_id="7"),
+        ToolMessage("2", tool_call_id="8"),
+    ]
+    read = alternating.decode(encode(to_conversation(messages, "toy"), alternating, "toy"))
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert f"<|im_start|>assistant\na\n\nb\n{written}\n{written}<|im_end|>" in read
+    assert "<|im_start|>tool\n1<|im_end|>\n<|im_start|>tool\n2<|im_end|>" in read
 
 
 def test_what_no_form_can_mend() -> None:
     tokenizer = tiny.byte_tokenizer()
     tokenizer.chat_template = vocabularies.GEMMA
-    messages = [SystemMessage("a"), HumanMessage("b"), AIMessage("c"), ToolMessage("1", tool_call_id="7")]
-    with pytest.raises(InvalidInputError, match=r"'tool'\]: the chat template of toy refuses them: System role not"):
+    messages = [SystemMessage("a"), HumanMessage("b"), AIMessage("c"), ChatMessage("1", role="critic")]
+    with pytest.raises(InvalidInputError, match=r"'critic'\]: the chat template of toy refuses them: System role not"):
         encode(to_conversation(messages, "toy"), tokenizer, "toy")
 
 

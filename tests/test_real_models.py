@@ -142,7 +142,7 @@ def test_the_built_in_pair_in_two_processes(say: Callable[[str], None]) -> None:
         child.kill()
         check_equal(engine, prompts.load(PROMPTS, 1), 48, say)
         (new,) = children.alive()
-        engine._driver.transports["model"].wait_ready()
+        engine.backend.transports["model"].wait_ready()
         _, accepted, _ = check_equal(engine, prompts.load(PROMPTS, 1), 48, say)
         assert new != child and accepted > 10
         rss = [process.memory_info().rss / 2**30 for process in (psutil.Process(), new)]

@@ -27,7 +27,8 @@ def split(text: str, size: int, *, begun: bool = False) -> tuple[str, str]:
     ("text", "thought", "said"),
     [
         (WHOLE, "Let me see.\n", "It is 4."),
-        ("  \n" + WHOLE, "Let me see.\n", "It is 4."),
+        (" \n" + WHOLE, "Let me see.\n", "It is 4."),
+        ("  \n" + WHOLE, "", "  \n" + WHOLE),  # where a grammar lets no thought begin either
         ("It is 4.", "", "It is 4."),
         ("  It is 4. ", "", "  It is 4. "),
         ("<th", "", "<th"),

@@ -12,12 +12,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from langchain_card.runtime.store import ModelStore
+from langchain_card.tools.form import describe_tools, tool_form
 
 CHATML = (
     "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool | tojson }}<|im_end|>\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name else '' }}\n"
     "{% if m.reasoning_content %}({{ m.reasoning_content }})\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}\n{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    '{% for call in m.tool_calls or [] %}{{ "\\n" }}<tool_call>\n{"name": {{ call.function.name | tojson }}, '
+    '"arguments": {{ call.function.arguments | tojson }}}{{ "\\n" }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}'
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DEEPSEEK = (
@@ -65,6 +67,7 @@ def smollm2() -> Any:
 
 @cache
 def smollm2_tools() -> Any:
+    """With a template that knows tools, in the form of Qwen's and many others."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2().name_or_path, local_files_only=True)
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -165,7 +168,9 @@ def controls(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def own(turns: list[dict[str, Any]], tokenizer: Any, tools: Any = None, tokenize: bool = True) -> Any:
-    """What transformers makes of a conversation."""
+    """What transformers makes of a conversation, tools written out where the template does not know them."""
+    if not tool_form(tokenizer).native:
+        turns, tools = describe_tools(turns, tools or ()), None
     return tokenizer.apply_chat_template(
         turns, tools=tools, add_generation_prompt=True, tokenize=tokenize, return_dict=False
     )

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCallChunk
 from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from langchain_card.chat.reasoning import OPEN, Thoughts, thinks
+from langchain_card.chat.reasoning import Thoughts, hidden_marks, thinking_of
 from langchain_card.core.messages import TokenLogprob
+from langchain_card.core.request import FinishReason, RequestStats
 from langchain_card.detokenizer import Piece, token_bytes
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationTimeoutError
+from langchain_card.prompt import BEYOND_REPAIR
+from langchain_card.tools.grammar import AnswerShape
+from langchain_card.tools.reader import CallPart, CallReader, Part
 
-_MARK_TOKENS = 8
-"""Tokens at the end of a prompt that may be the mark of a thought."""
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -76,63 +81,124 @@ class Answer:
     Args:
         generation: which writes it.
         model: name of the target.
+        shape: of the answer.
     """
 
-    def __init__(self, generation: Generation, model: str) -> None:
+    def __init__(self, generation: Generation, model: str, shape: AnswerShape) -> None:
         self.generation, self.model = generation, model
         self._tokenizer = generation.tokenizer
         self._thoughts: Thoughts | None = None
+        self._marks: dict[int, str] = {}  # of thoughts, where they are no text
+        self._must_call = shape.must_call
+        self._reader = CallReader(shape.names, bare=shape.is_free) if shape.tools else None
+        self._document = shape.answer["function"]["name"] if shape.answer is not None else None
+        self._in_document = False  # the arguments that come are the answer's text
         self._thought, self._said = "", ""
-        if thinks(self._tokenizer):
-            end = self._tokenizer.decode(generation.request.prompt_ids[-_MARK_TOKENS:])
-            self._thoughts = Thoughts(begun=end.rstrip().endswith(OPEN))
-
-    def take(self, piece: Piece) -> tuple[str, str]:
-        """What is thought and what is said in a piece."""
-        thought, said = ("", piece.text) if self._thoughts is None else self._thoughts.push(piece.text)
-        self._thought += thought
-        self._said += said
-        return thought, said
+        self._calls: list[ToolCallChunk] = []
+        if (thinking := thinking_of(self._tokenizer, generation.request.prompt_ids)) != "never":
+            self._thoughts, self._marks = Thoughts(begun=thinking == "begun"), hidden_marks(self._tokenizer)
 
     def chunk(self, piece: Piece) -> ChatGenerationChunk:
-        """One token of a stream; its text may be empty."""
-        thought, said = self.take(piece)
-        metadata = {} if piece.logprob is None else _logprobs([piece.token_id], [piece.logprob], self._tokenizer)
-        message = AIMessageChunk(content=said, additional_kwargs=_reasoning(thought), response_metadata=metadata)
+        """One token of a stream; it may be empty."""
+        message = self._take(piece)
+        if piece.logprob is not None:
+            message.response_metadata = _logprobs([piece.token_id], [piece.logprob], self._tokenizer)
         return ChatGenerationChunk(message=message)
 
     def last_chunk(self) -> ChatGenerationChunk:
         """The end of a stream: usage and metadata once, because LangChain adds those of all chunks up."""
-        completion = self.generation.completion()
-        thought, said = self._rest()
-        message = AIMessageChunk(
-            content=said,
-            additional_kwargs=_reasoning(thought),
-            chunk_position="last",
-            usage_metadata=self._usage(completion),
-            response_metadata=_metadata(self.generation, completion, self.model),
-        )
+        message, completion = self._rest(), self.generation.completion()
+        if self._spoilt(completion):
+            rest = tool_call_chunk(args=BEYOND_REPAIR, index=self._calls[-1]["index"])
+            message += AIMessageChunk(content="", tool_call_chunks=[rest])
+        message.chunk_position = "last"
+        message.usage_metadata, message.response_metadata = self._usage(completion), self._metadata(completion)
         return ChatGenerationChunk(message=message)
 
     def result(self) -> ChatResult:
         """The whole answer of a generation that ended."""
         completion = self.generation.completion()
         for piece in completion.pieces:
-            self.take(piece)
-        thought, said = self._rest()
-        metadata = _metadata(self.generation, completion, self.model)
+            self._take(piece)
+        self._rest()
+        metadata = self._metadata(completion)
         if completion.logprobs:
             metadata |= _logprobs(completion.token_ids, completion.logprobs, self._tokenizer)
+        calls = self._made(completion)
         message = AIMessage(
-            content=self._said + said,
-            additional_kwargs=_reasoning(self._thought + thought),
+            content=self._said,
+            additional_kwargs=_reasoning(self._thought),
+            tool_calls=calls.tool_calls,
+            invalid_tool_calls=[_shown(call, self._spoilt(completion)) for call in calls.invalid_tool_calls],
             usage_metadata=self._usage(completion),
             response_metadata=metadata,
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _rest(self) -> tuple[str, str]:
-        return ("", "") if self._thoughts is None else self._thoughts.finish()
+    def _take(self, piece: Piece) -> AIMessageChunk:
+        """What is thought, said and called in a piece of the answer."""
+        text = piece.text + self._marks.get(piece.token_id, "")
+        thought, said = ("", text) if self._thoughts is None else self._thoughts.push(text)
+        return self._message(thought, [said] if self._reader is None else self._reader.push(said))
+
+    def _rest(self) -> AIMessageChunk:
+        """What was kept back."""
+        thought, said = ("", "") if self._thoughts is None else self._thoughts.finish()
+        parts = [said] if self._reader is None else [*self._reader.push(said), *self._reader.finish()]
+        return self._message(thought, parts)
+
+    def _message(self, thought: str, parts: Sequence[Part]) -> AIMessageChunk:
+        parts = [self._as_text(part) for part in parts]
+        said = "".join(part for part in parts if isinstance(part, str))
+        self._thought, self._said = self._thought + thought, self._said + said
+        calls = [self._call(part) for part in parts if isinstance(part, CallPart)]
+        return AIMessageChunk(content=said, additional_kwargs=_reasoning(thought), tool_call_chunks=calls)
+
+    def _as_text(self, part: Part) -> Part:
+        """The document of the answer, which comes as arguments of a call, is its text."""
+        if isinstance(part, CallPart) and part.name:
+            self._in_document = part.name == self._document
+        return part.arguments if isinstance(part, CallPart) and self._in_document else part
+
+    def _call(self, part: CallPart) -> ToolCallChunk:
+        """A piece of a call. Its index is that of its block, because LangChain merges blocks of one index."""
+        name, call_id = part.name or None, part.call_id or None
+        if name is not None:
+            index = part.number + bool(self._thought) + bool(self._said)
+            self._calls.append(tool_call_chunk(name=name, args="", id=call_id, index=index))
+        whole = self._calls[part.number]
+        whole["args"] = (whole["args"] or "") + part.arguments
+        return tool_call_chunk(name=name, args=part.arguments, id=call_id, index=whole["index"])
+
+    def _spoilt(self, completion: Completion) -> str:
+        """Why the last call is not to be made: it ended before the model ended it, and nobody had asked for one."""
+        if self._reader is None or not self._calls or self._in_document:
+            return ""
+        if self._reader.within_call:
+            return "a stop string cut it off"
+        early = completion.stats.closed and not self._must_call
+        return f"max_tokens = {self.generation.request.params.max_tokens} ended it early" if early else ""
+
+    def _made(self, completion: Completion) -> AIMessageChunk:
+        """The calls, as LangChain reads them from a stream."""
+        calls = [call.copy() for call in self._calls]
+        if self._spoilt(completion):
+            calls[-1]["args"] = (calls[-1]["args"] or "") + BEYOND_REPAIR
+        return AIMessageChunk(content="", tool_call_chunks=calls)
+
+    def _metadata(self, completion: Completion) -> dict[str, Any]:
+        called = bool(self._made(completion).tool_calls) and completion.finish_reason is FinishReason.STOP
+        if completion.stats.closed:
+            most = self.generation.request.params.max_tokens
+            log.warning(
+                "max_tokens = %d ended an answer early: it obeys its schema, but says less than it should", most
+            )
+        return {
+            "model_name": self.model,
+            "model_provider": "card",
+            "finish_reason": "tool_calls" if called else completion.finish_reason.value,
+            "card": statistics(completion.stats, self.generation.request.params.seed),
+        }
 
     def _usage(self, completion: Completion) -> UsageMetadata:
         num_prompt, num_output = len(self.generation.request.prompt_ids), completion.stats.output_tokens
@@ -147,18 +213,15 @@ class Answer:
         return usage
 
 
+def _shown(call: InvalidToolCall, reason: str) -> InvalidToolCall:
+    """A call that can be shown, not made."""
+    args = (call["args"] or "").removesuffix(BEYOND_REPAIR)
+    return invalid_tool_call(name=call["name"], args=args, id=call["id"], error=reason or "its arguments are too long")
+
+
 def _reasoning(thought: str) -> dict[str, Any]:
     """Where LangChain looks for thoughts; it makes `reasoning` blocks of them."""
     return {"reasoning_content": thought} if thought else {}
-
-
-def _metadata(generation: Generation, completion: Completion, model: str) -> dict[str, Any]:
-    return {
-        "model_name": model,
-        "model_provider": "card",
-        "finish_reason": completion.finish_reason.value,
-        "card": _statistics(completion, generation.request.params.seed),
-    }
 
 
 def _logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], tokenizer: Any) -> dict[str, Any]:
@@ -175,9 +238,9 @@ def _logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], tokeni
     return {"logprobs": {"content": content}}
 
 
-def _statistics(completion: Completion, seed: int) -> dict[str, Any]:
+def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
     """What `response_metadata["card"]` holds; words as in CONTRIBUTING.md, times in seconds."""
-    stats, seconds = completion.stats, completion.stats.decode_seconds
+    seconds = stats.decode_seconds
     return {
         "schedule": stats.schedule,
         "tokens_per_second": round(stats.tokens_per_second, 3),
@@ -187,6 +250,7 @@ def _statistics(completion: Completion, seed: int) -> dict[str, Any]:
         "rounds": stats.rounds,
         "mean_window": round(stats.mean_window, 4),
         "mean_draft_width": round(stats.mean_draft_width, 4),
+        "closed": stats.closed,
         "mean_batch_size": round(stats.mean_batch_size, 4),
         "waited": round(stats.waited / seconds, 4) if seconds else 0.0,
         "accepted_by_source": dict(stats.accepted_by_source),

@@ -31,6 +31,7 @@ _CORE_KINDS: Mapping[type[CARDError], type[Exception]] = {
     errors.DownloadError: _core("ModelConnectionError"),
     errors.EngineError: _core("ModelAPIError"),
     errors.EngineBusyError: _core("ModelRateLimitError"),
+    errors.EngineWaitError: _core("ModelTimeoutError"),
     errors.EngineClosedError: _core("ModelError"),
     errors.GenerationAbortedError: _core("ModelError"),
     errors.GenerationTimeoutError: _core("ModelTimeoutError"),

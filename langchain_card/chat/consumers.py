@@ -31,45 +31,49 @@ T = TypeVar("T")
 
 
 class Consumer:
-    """Whoever reads a stream; `leave` ends the answer that it was reading."""
+    """Whoever reads an answer; `leave` ends it.
+
+    Attributes:
+        generation: which writes the answer; None until it begins to be one of the engine's requests.
+    """
 
     def __init__(self) -> None:
         self._left = False
-        self._generation: Generation | None = None
+        self.generation: Generation | None = None
 
     def reads(self, generation: Generation) -> None:
         """Its answer begins; at once ended when it left before."""
-        self._generation = generation
+        self.generation = generation
         if self._left:
             self.leave()
 
     def leave(self) -> None:
         """Called on any thread, when nothing of the stream is left."""
         self._left = True
-        if self._generation is not None:
+        if self.generation is not None:
             limit = "its stream was dropped"
-            self._generation.abort(GenerationAbortedError("request", self._generation.request.request_id, limit))
+            self.generation.abort(GenerationAbortedError("request", self.generation.request.request_id, limit))
 
 
 class EventStreams(BaseChatModel):
     """Streams of `v3` events whose answer ends when they are dropped."""
 
-    def _for_consumer(self, consumer: Consumer) -> Self:
-        """This model, as one consumer reads it."""
+    def for_consumer(self, consumer: Consumer) -> Self:
+        """This model, as one consumer reads it: it tells the consumer of the answer that it begins."""
         raise NotImplementedError
 
     @override
     def stream_events(self, input: Any, config: Any = None, *, version: Any = "v2", **kwargs: Any) -> Any:
         if version != "v3":
             return super().stream_events(input, config, version=version, **kwargs)
-        reader = self._for_consumer(consumer := Consumer())
+        reader = self.for_consumer(consumer := Consumer())
         return _watched(super(EventStreams, reader).stream_events(input, config, version="v3", **kwargs), consumer)
 
     @override
     def astream_events(self, input: Any, config: Any = None, *, version: Any = "v2", **kwargs: Any) -> Any:
         if version != "v3":
             return super().astream_events(input, config, version=version, **kwargs)
-        reader = self._for_consumer(consumer := Consumer())
+        reader = self.for_consumer(consumer := Consumer())
         events = super(EventStreams, reader).astream_events(input, config, version="v3", **kwargs)
 
         async def stream() -> AsyncChatModelStream:

@@ -10,7 +10,6 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import BaseMessage
-from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 from typing_extensions import Self, override
 
@@ -19,6 +18,7 @@ from langchain_card.chat.engine_options import EngineOptions
 from langchain_card.chat.field_docs import JsonFields, fields_section
 from langchain_card.chat.profile import profile_of
 from langchain_card.chat.sampling_options import SamplingOptions, check_options, unknown_name
+from langchain_card.chat.schemas import response_format_dict, tool_dicts
 from langchain_card.prompt import encode, to_conversation
 
 if TYPE_CHECKING:
@@ -116,12 +116,12 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
             tools: as for `bind_tools`.
 
         Raises:
-            InvalidInputError: the chat template refuses the messages.
+            InvalidInputError: the chat template refuses the messages, or a tool is none.
         """
         with langchain_errors():
             read = self._convert_input(messages).to_messages()
             conversation, tokenizer = to_conversation(read, self.model), self._tokenizer()
-            given: dict[str, Any] = {"tools": [convert_to_openai_tool(tool) for tool in tools]} if tools else {}
+            given: dict[str, Any] = {"tools": tool_dicts(tools)} if tools else {}
             return len(encode(conversation, tokenizer, self.model, **given))
 
     def _tokenizer(self) -> Any:
@@ -150,6 +150,11 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         """The model's part of a cache's key. An option that is None is the field's value."""
         given = {name: value for name, value in kwargs.items() if value is not None and name not in _SPEED_ONLY}
+        with langchain_errors():  # classes and functions of one name may differ
+            if "tools" in given:
+                given["tools"] = tool_dicts(given["tools"], distinct=False)
+            if "response_format" in given:
+                given["response_format"] = response_format_dict(given["response_format"])
         return super()._get_llm_string(stop=stop, **given)
 
     @override

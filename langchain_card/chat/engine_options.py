@@ -51,6 +51,9 @@ class EngineOptions(BaseModel):
     docs/architecture.md."""
     execution: Execution = "auto"
     """Of steps: `"graphs"` (captured on CUDA), `"compiled"` (layers compiled, too) or `"eager"`."""
+    isolate: bool = False
+    """Whether all of it runs in a process of its own: when that dies it is started again, and every answer goes on
+    where it was. Needs msgspec."""
     ngram: bool = True
     """Whether candidates are also looked up in prompt and answer, beside the draft."""
     max_model_len: int | None = None

@@ -27,8 +27,10 @@ def profile_of(config: EngineConfig) -> ModelProfile:
         audio_outputs=False,
         video_outputs=False,
         reasoning_output=OPEN in chat_template(config.model),
-        tool_calling=False,
-        structured_output=False,
+        tool_calling=True,
+        tool_choice=True,
+        tool_call_streaming=True,
+        structured_output=True,
         temperature=True,
     )
     trained = context_length(config.model)

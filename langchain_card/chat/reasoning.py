@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
+
+from langchain_card.tools.form import BLANKS, MAX_BLANKS
+from langchain_card.tools.grammar import Thinking
 
 OPEN, CLOSE = "<think>", "</think>"
 """Around thoughts, in the templates of Qwen 3, DeepSeek R1 and models made after them."""
 
 
-def thinks(tokenizer: Any) -> bool:
-    """Whether a model marks its thoughts: its chat template knows how."""
-    return OPEN in str(tokenizer.chat_template or "")
+_MARK_TOKENS = 8
+"""Tokens at the end of a prompt that may be the mark of a thought."""
+
+
+def thinking_of(tokenizer: Any, prompt_ids: Sequence[int]) -> Thinking:
+    """Whether a model may think before it answers a prompt: its chat template knows the marks of thoughts."""
+    if OPEN not in str(tokenizer.chat_template or ""):
+        return "never"
+    return "begun" if tokenizer.decode(prompt_ids[-_MARK_TOKENS:]).rstrip().endswith(OPEN) else "first"
+
+
+def hidden_marks(tokenizer: Any) -> dict[int, str]:
+    """The marks that are control tokens, by id: an answer's text leaves them out."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {token_id: token.content for token_id, token in added if token.special and token.content in (OPEN, CLOSE)}
 
 
 class Thoughts:
@@ -48,10 +64,11 @@ class Thoughts:
         return (rest, "") if self._where == "within" else ("", rest)
 
     def _look_for_the_mark(self) -> None:
-        begin = self._kept.lstrip()
-        if begin.startswith(OPEN):
+        begin = self._kept.lstrip(BLANKS)
+        far = len(self._kept) - len(begin) > MAX_BLANKS
+        if begin.startswith(OPEN) and not far:
             self._where, self._kept = "within", begin[len(OPEN) :]
-        elif not OPEN.startswith(begin):
+        elif far or not OPEN.startswith(begin):
             self._where, self._at_start = "behind", False
 
     def _until_the_mark(self) -> str:
@@ -66,6 +83,6 @@ class Thoughts:
 
     def _from_start(self, text: str) -> str:
         if self._at_start:
-            text = text.lstrip()
+            text = text.lstrip(BLANKS)
             self._at_start = not text
         return text

@@ -16,7 +16,9 @@ from langchain_card.errors import InvalidInputError
 
 _CORE_OPTIONS = ("stream", "ls_structured_output_format", "structured_output_format")
 """LangChain's own switches; some of its paths hand them on."""
-_CALL_OPTIONS = ("max_completion_tokens", "model", "draft_model")
+_FORM_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
+"""What form an answer takes; `chat/schemas.py` reads them."""
+_CALL_OPTIONS = ("max_completion_tokens", "model", "draft_model", *_FORM_OPTIONS)
 """What a call may say besides the fields of `SamplingOptions`."""
 
 

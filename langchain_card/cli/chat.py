@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, SCHEDULES, EngineConfig
+from langchain_card.cli.fields import add_engine_fields, engine_fields
+from langchain_card.config import SCHEDULES, EngineConfig
 from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
 from langchain_card.errors import InvalidInputError
 
@@ -31,20 +32,9 @@ ctrl-c   stops an answer; what was said is kept"""
 
 def register(subparsers: Any) -> None:
     """Add `chat`."""
-    defaults = EngineConfig()
     parser = subparsers.add_parser("chat", help="talk to a model; --demo shows what speculation gains here")
     parser.add_argument("--demo", action="store_true", help="answer one question live, then compare all schedules")
-    parser.add_argument("--model", default=defaults.model, help="target model (%(default)s)")
-    parser.add_argument(
-        "--draft-model", default=defaults.draft_model, help='draft model, "ngram" or "none" (%(default)s)'
-    )
-    parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--draft-device", default="auto", help="of the draft")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV")
-    parser.add_argument(
-        "--quantization", default="auto", help="of weights: auto, int8, none, or the JSON of a transformers config"
-    )
-    parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
+    add_engine_fields(parser)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="of the streamed answers (%(default)s)")
     parser.add_argument("--max-tokens", type=int, help=f"of one answer ({MAX_TOKENS}; {DEMO_TOKENS} with --demo)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
@@ -55,15 +45,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the user leaves; 0, or 1 when the demo's answers differ. Errors of the package rise to `main`."""
-    config = EngineConfig(
-        model=args.model,
-        draft_model=None if args.draft_model == "none" else args.draft_model,
-        device=args.device,
-        draft_device=args.draft_device,
-        draft_transport=args.draft_transport,
-        dtype=args.dtype,
-        quantization=None if args.quantization == "none" else args.quantization,
-    )
+    config = EngineConfig(**engine_fields(args))
     usual = DEMO_TOKENS if args.demo else MAX_TOKENS
     max_tokens = usual if args.max_tokens is None else args.max_tokens
     seed = args.seed if args.seed is not None else secrets.randbelow(2**31)

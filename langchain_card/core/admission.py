@@ -79,6 +79,8 @@ class Admission:
         """Starts a request on a drafter, if it is there and the schedule has any."""
         if state.schedule == "plain" or name not in self.workers:
             return []
+        if self.sources[name].of_grammars and not state.request.params.grammar:
+            return []
         begin = self._begin_on(name, state)
         state.sources[name] = SourceState(state.incarnation, applied_len=len(state.output_ids))
         return [begin, *self.correct(state, name, hit=False)]

@@ -91,8 +91,8 @@ class Coordinator:
                 return self._commit(verdict, now)
             case m.Proposed(proposal):
                 return self._hear(proposal)
-            case m.Submitted(request, now):
-                return self._submit(request, now)
+            case m.Submitted(request, now, output_ids):
+                return self._submit(request, output_ids, now)
             case m.Stopped(request_id, reason, now, num_tokens):
                 return self._stop(request_id, reason, now, num_tokens)
             case m.Paused(request_id, paused, now):
@@ -163,6 +163,7 @@ class Coordinator:
         by = (*accepted, "")[: len(tokens)]
         effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs)]
         if reason is not None:
+            reason = FinishReason.LENGTH if state.stats.closed else reason
             return effects + self._finish(state, reason, now)
         if len(state.tree) > len(state.tree.path) + self.limits.max_tree_nodes:
             new = state.tree.sweep()
@@ -191,8 +192,8 @@ class Coordinator:
 
     # Requests come and go.
 
-    def _submit(self, request: Request, now: float) -> list[m.Effect]:
-        state, refusal = RequestState.waiting(request, now), self._refusal()
+    def _submit(self, request: Request, output_ids: Sequence[int], now: float) -> list[m.Effect]:
+        state, refusal = RequestState.waiting(request, now, output_ids), self._refusal()
         self.scheduler.waiting.append(state)
         return self._finish(state, FinishReason.ERROR, now, refusal) if refusal else []
 

@@ -102,6 +102,7 @@ class Verdict:
         read: prompt tokens, of any requests, that the same pass read.
         cached: tokens of this one's text that need not be read, known from an earlier one; said once.
         together: requests that the pass verified.
+        closed: whether a token on the way of the walk was not the model's choice, but that of an end written in time.
     """
 
     request_id: int
@@ -112,6 +113,7 @@ class Verdict:
     read: int = 0
     cached: int = 0
     together: int = 1
+    closed: bool = False
 
 
 # Events: what happened.
@@ -119,10 +121,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request arrived."""
+    """A request arrived, perhaps with the beginning of its answer: another engine had written that when it died."""
 
     request: Request
     now: float
+    output_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

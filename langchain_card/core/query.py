@@ -23,10 +23,12 @@ class Source:
     Attributes:
         name: unique.
         paced: its steps cost device time, so that they are weighed before they are granted; others are always asked.
+        of_grammars: it works for requests with a grammar only.
     """
 
     name: str
     paced: bool
+    of_grammars: bool = False
 
 
 class Query:

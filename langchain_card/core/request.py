@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 from langchain_card.config import SCHEDULES, Limits, Schedule, check_choice, check_ids, check_range
@@ -41,6 +41,8 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the answer (as OpenAI's); 0 for none.
         logit_bias: (token id, what is added to its score).
         banned_ids: token ids that are never chosen.
+        grammar: what the answer must obey, in llguidance's form of Lark; "" for nothing. It is obeyed within
+            `max_tokens`, and its end is written in time.
         logprobs: report the chosen token's log-probability and so many of the likeliest tokens'; None for nothing.
     """
 
@@ -57,6 +59,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     banned_ids: tuple[int, ...] = ()
+    grammar: str = ""
     logprobs: int | None = None
 
     def check(self, limits: Limits, vocab_size: int = 2**31) -> None:
@@ -106,6 +109,9 @@ class Request:
     eos_ids: tuple[int, ...] = ()
 
 
+_TIMES = ("submitted", "started", "first_token", "ended")
+
+
 @dataclass(slots=True)
 class RequestStats:
     """Counts and times of one request, in seconds of the engine's clock.
@@ -119,6 +125,7 @@ class RequestStats:
         accepted: candidates that it agreed with.
         accepted_by_source: the same by drafter.
         hits: rounds whose last token was already in the cache.
+        closed: whether the end of the grammar was written early, because `max_tokens` came near.
         dropped: proposed candidates that arrived under a dead branch or an old epoch.
         target_busy: seconds in target steps after the first token.
         draft_busy: seconds in draft steps after the first token.
@@ -137,6 +144,7 @@ class RequestStats:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     hits: int = 0
     dropped: int = 0
+    closed: bool = False
     target_busy: float = 0.0
     draft_busy: float = 0.0
     draft_steps: int = 0
@@ -160,6 +168,7 @@ class RequestStats:
         self.verified += len(verdict.target_ids) - 1
         self.accepted += len(accepted)
         self.hits += hit
+        self.closed |= verdict.closed
         for name in accepted:
             self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
 
@@ -168,6 +177,18 @@ class RequestStats:
         self.draft_steps += 1
         self.draft_nodes += nodes
         self.draft_busy += elapsed
+
+    def after(self, earlier: RequestStats) -> RequestStats:
+        """Of an answer that an engine began and another, whose counts these are, went on with."""
+        by_source = {
+            name: earlier.accepted_by_source.get(name, 0) + self.accepted_by_source.get(name, 0)
+            for name in (earlier.accepted_by_source | self.accepted_by_source)
+        }
+        counts = [one.name for one in fields(self) if one.type in ("int", "float") and one.name not in _TIMES]
+        sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
+        began = {name: getattr(earlier if earlier.rounds else self, name) for name in ("started", "first_token")}
+        closed = earlier.closed or self.closed
+        return replace(self, **sums, **began, accepted_by_source=by_source, submitted=earlier.submitted, closed=closed)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -248,11 +269,14 @@ class RequestState:
     incarnation: int = 0
 
     @classmethod
-    def waiting(cls, request: Request, now: float) -> RequestState:
-        """A request as it arrives."""
+    def waiting(cls, request: Request, now: float, output_ids: Sequence[int] = ()) -> RequestState:
+        """A request as it arrives, with what is known of its answer."""
         schedule = request.params.schedule
         stats = RequestStats(schedule=schedule, submitted=now, started=now, first_token=now, ended=now)
-        return cls(request, CandidateTree(request.prompt_ids[-1]), schedule, stats)
+        state = cls(request, CandidateTree(request.prompt_ids[-1]), schedule, stats, output_ids=[*output_ids])
+        for token in output_ids:
+            state.tree.advance(token)
+        return state
 
     @property
     def tokens_left(self) -> int:

@@ -41,6 +41,10 @@ class Workers:
         """Whether the worker can be given work."""
         return self._life.get(worker) is Life.UP
 
+    def life(self, worker: str) -> Life:
+        """Where it is."""
+        return self._life.get(worker, Life.GIVEN_UP)
+
     def given_up(self, worker: str) -> bool:
         """Whether the worker died too often and will not come back, or never was."""
         return self._life.get(worker, Life.GIVEN_UP) is Life.GIVEN_UP

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
 from langchain_card.drafters.tree import MIN_CHANCE, NUM_CHILDREN, DraftTree
-from langchain_card.ports import Budget
+from langchain_card.ports import Budget, Constraint
+from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -100,13 +101,21 @@ class ModelDrafter:
         runner: of the draft model.
         vocab_size: ids at and above it are never proposed (heads padded beyond the target's).
         num_children: children published per expanded node.
+        constrain: what a grammar allows, before the answer; without it, candidates may break it.
     """
 
     name = "model"
     paced = True
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int, num_children: int = NUM_CHILDREN) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        num_children: int = NUM_CHILDREN,
+        constrain: Callable[[str], Constraint] | None = None,
+    ) -> None:
+        self._runner, self._constrain = runner, constrain
         self._vocab_size = vocab_size
         self._num_children = num_children
         self._sequences: dict[int, _Sequence] = {}
@@ -116,7 +125,10 @@ class ModelDrafter:
         """Opens a sequence; its text is read, and memory taken, with the first step."""
         self.end(request.request_id)
         tree = DraftTree(request.prompt_ids, output_ids, self._runner.num_scratch)
-        sampler = Sampler(request.params, request.prompt_ids)
+        guide, grammar = None, request.params.grammar
+        if grammar and self._constrain is not None:
+            guide = Guide(self._constrain(grammar), request.eos_ids)
+        sampler = Sampler(request.params, request.prompt_ids, guide)
         sampler.commit(output_ids)
         ranks = self._ranks_at(request.params.temperature)
         self._sequences[request.request_id] = _Sequence(request.request_id, tree, None, sampler, ranks)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
+from langchain_card.engine.watch import StepWatch
 from langchain_card.errors import is_out_of_memory
-from langchain_card.ports import Budget, DraftCommand, Drafter
+from langchain_card.ports import Budget, DraftCommand, Drafter, Health
 
 
 class DraftWorker:
@@ -41,6 +43,8 @@ class DraftWorker:
         self.begun: dict[int, Begin] = {}
         self.leave: dict[int, tuple[int, ...]] = {}
         self.min_chance: dict[int, float] = {}
+        self._unread: dict[int, int] = {}  # tokens that the request's first step reads
+        self._watch = StepWatch(time.monotonic)
 
     def handle(self, command: DraftCommand) -> None:
         """Applies one command; one for a request that is not open is ignored."""
@@ -62,6 +66,7 @@ class DraftWorker:
         match command:
             case Begin(_, request):
                 self.begun[request.request_id], self.leave[request.request_id] = command, ()
+                self._unread[request.request_id] = len(request.prompt_ids) + len(command.output_ids)
                 self.drafter.begin(request, command.output_ids)
             case Correct(_, request_id, start, token_ids) if request_id in self.begun:
                 self.leave[request_id] = ()
@@ -71,6 +76,7 @@ class DraftWorker:
                 self.min_chance[request_id] = command.min_chance
             case End(_, request_id) if request_id in self.begun:
                 del self.leave[request_id], self.begun[request_id]
+                self._unread.pop(request_id, None)
                 self.min_chance.pop(request_id, None)
                 self.drafter.end(request_id)
 
@@ -93,8 +99,10 @@ class DraftWorker:
         return True
 
     def _proposals(self, budgets: list[Budget]) -> list[Proposal]:
+        size = sum(budget.width + self._unread.pop(budget.request_id, 0) for budget in budgets)
         try:
-            return self.drafter.step(budgets)
+            with self._watch.step(size):
+                return self.drafter.step(budgets)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -102,6 +110,10 @@ class DraftWorker:
                 self.leave[budget.request_id] = ()
             self._report_out_of_memory(tuple(budget.request_id for budget in budgets))
             return []
+
+    def health(self) -> Health:
+        """Whether its step takes no longer than it should; asked from any thread."""
+        return self._watch.health()
 
     def close(self) -> None:
         """Frees the drafter."""

@@ -13,11 +13,12 @@ import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.messages import Proposal
+from langchain_card.drafters.forced import ForcedDrafter
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.drafters.ngram import NgramDrafter
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.errors import CARDError, DeviceError, InvalidInputError, ModelStoreError, is_out_of_memory
-from langchain_card.ports import Drafter, Transport
+from langchain_card.ports import Constraint, Drafter, Transport
 from langchain_card.runtime.loader import ModelSpec, Pair, load_model
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, use_threads
@@ -56,7 +57,7 @@ def needs_process(config: EngineConfig, pair: Pair) -> bool:
 
 
 def transport_makers(
-    config: EngineConfig, pair: Pair, threads: ThreadPlan, model: Any | None
+    config: EngineConfig, pair: Pair, threads: ThreadPlan, model: Any | None, constrain: Callable[[str], Constraint]
 ) -> dict[str, Callable[[Driver], Transport]]:
     """By drafter, what makes its transport with a fresh worker behind it.
 
@@ -65,10 +66,13 @@ def transport_makers(
         pair: of the engine.
         threads: CPU threads of either side.
         model: the draft model; None when it lives in a process of its own, or there is none.
+        constrain: what a grammar allows, before the answer.
     """
     makers: dict[str, Callable[[Driver], Transport]] = {}
     if config.has_ngram:
-        makers["ngram"] = functools.partial(_here, NgramDrafter, threads)
+        makers[NgramDrafter.name] = functools.partial(_here, NgramDrafter, threads)
+    if config.draft_model is not None:
+        makers[ForcedDrafter.name] = functools.partial(_here, functools.partial(ForcedDrafter, constrain), threads)
     if pair.draft is not None and model is None:
         sizes: dict[str, str | int] = {
             "max_len": pair.max_len,
@@ -82,7 +86,7 @@ def transport_makers(
     elif pair.draft is not None:
         execution = config.execution_on(pair.draft.device.type)
         runner = _runner(model, pair.max_len, config.limits.num_seqs, execution)
-        make = functools.partial(_model_drafter, runner, pair.vocab_size)
+        make = functools.partial(_model_drafter, runner, pair.vocab_size, constrain)
         makers["model"] = functools.partial(_here, make, threads)
     return makers
 
@@ -92,9 +96,11 @@ def _runner(model: Any, max_len: int, num_seqs: int, execution: str | None) -> M
     return ModelRunner(model, max_len=max_len, num_scratch=SCRATCH, num_seqs=num_seqs, execution=execution)
 
 
-def _model_drafter(runner: ModelRunner, vocab_size: int) -> ModelDrafter:
+def _model_drafter(
+    runner: ModelRunner, vocab_size: int, constrain: Callable[[str], Constraint] | None = None
+) -> ModelDrafter:
     runner.pool.forget()  # what one that died had left there
-    return ModelDrafter(runner, vocab_size=vocab_size)
+    return ModelDrafter(runner, vocab_size=vocab_size, constrain=constrain)
 
 
 def _here(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> Transport:

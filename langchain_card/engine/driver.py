@@ -8,13 +8,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.request import FinishReason
-from langchain_card.engine.generation import Generation
+from langchain_card.engine.watch import StepWatch
 from langchain_card.errors import EngineClosedError, EngineError, is_out_of_memory
-from langchain_card.ports import Clock, Target, Transport
+from langchain_card.ports import Clock, Consumer, Health, Target, Transport
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Driver:
         self.coordinator = coordinator
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[float], m.Event] | None] = queue.SimpleQueue()
-        self._generations: dict[int, Generation] = {}
+        self._consumers: dict[int, Consumer] = {}
         self._sleep_until = -math.inf
         self._restarts: list[tuple[float, str]] = []
         self._closed = False
@@ -50,6 +51,8 @@ class Driver:
         self._ended = threading.Lock()
         self._error: BaseException | None = None
         self._make_target, self._make_transports = make_target, make_transports
+        self._watch = StepWatch(clock)
+        self._unread: dict[int, int] = {}  # tokens of texts that the target begins to read
         self._target = make_target()
         self.transports = {name: make(self) for name, make in make_transports.items()}
 
@@ -81,22 +84,48 @@ class Driver:
             self._announced, now = count, self._clock()
             self._next_until, self._all_until = now + GATHER_SECONDS, now + 5 * GATHER_SECONDS
 
-    def submit(self, generation: Generation) -> None:
-        """Takes a request; it fails when the loop has ended."""
+    def submit(self, consumer: Consumer, output_ids: Sequence[int] = ()) -> None:
+        """Takes a request, perhaps with the beginning of its answer; it fails when the loop has ended."""
+        request, begun = consumer.request, tuple(output_ids)
         with self._ended:
             now = self._clock()
             self._announced = max(0, self._announced - 1) if now < self._next_until else 0
             self._next_until = min(now + GATHER_SECONDS, self._all_until)
             if self._error is None:
-                self._generations[generation.request.request_id] = generation
-                self.post(lambda now: m.Submitted(generation.request, now))
+                self._consumers[request.request_id] = consumer
+                self.post(lambda now: m.Submitted(request, now, begun))
                 return
-        generation.fail(self._error)
+        consumer.fail(self._error)
+
+    def stop(self, request_id: int, num_tokens: int | None = None) -> None:
+        """Ends a request after so many tokens; None where nobody wants it any more."""
+        reason = FinishReason.ABORT if num_tokens is None else FinishReason.STOP
+        self.post(lambda now: m.Stopped(request_id, reason, now, num_tokens))
+
+    def pause(self, request_id: int, paused: bool) -> None:
+        """Holds a request that nobody reads, or lets it go on."""
+        self.post(lambda now: m.Paused(request_id, paused, now))
+
+    def drain(self) -> None:
+        """Takes no more requests, and writes all answers to their end, read or not."""
+        self.post(m.Draining)
 
     @property
     def num_open(self) -> int:
         """Requests that wait or run."""
-        return len(self._generations)
+        return len(self._consumers)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV on the target."""
+        return len(self.coordinator.scheduler.running)
+
+    def health(self) -> dict[str, Health]:
+        """Of the target and the drafters, by name."""
+        found = {m.TARGET: self._watch.health(), **{name: own.health() for name, own in self.transports.items()}}
+        lives = self.coordinator.workers
+        states = {name: "given up" if self._error is not None else lives.life(name).value for name in found}
+        return {name: replace(health, state=states[name]) for name, health in found.items()}
 
     def close(self) -> None:
         """Ends the loop after the current step; requests that still run fail."""
@@ -164,10 +193,12 @@ class Driver:
                     if self._emit(effect):
                         return
                 case m.Begin(m.TARGET, request):
-                    if (generation := self._generations.get(request.request_id)) is not None:
-                        generation.watch(self.coordinator.scheduler.running[request.request_id].stats)
+                    if (consumer := self._consumers.get(request.request_id)) is not None:
+                        consumer.watch(self.coordinator.scheduler.running[request.request_id].stats)
+                    self._unread[request.request_id] = len(request.prompt_ids) + len(effect.output_ids)
                     self._target.begin(effect)
                 case m.End(m.TARGET, request_id):
+                    self._unread.pop(request_id, None)
                     self._target.end(request_id)
                 case m.Begin() | m.Correct() | m.Grow() | m.End():
                     self.transports[effect.worker].send(effect)
@@ -179,24 +210,30 @@ class Driver:
                     self._sleep_until = until
 
     def _draft(self) -> None:
-        """Drafts of requests that do not overlap with the target."""
-        for transport in self.transports.values():
+        """Drafts of requests that do not overlap with the target; ends drafters that hang."""
+        for name, transport in self.transports.items():
             transport.work()
+            if name in self.coordinator.workers and not transport.health().ok:
+                transport.kill()
 
     def _verify(self, windows: Sequence[m.Window]) -> Iterator[m.Event]:
         try:
-            verdicts = self._target.verify(windows)
+            rows = sum(len(window.token_ids) for window in windows) + sum(self._unread.values())
+            with self._watch.step(min(rows, self.coordinator.limits.max_step_rows)):
+                verdicts = self._target.verify(windows)
         except Exception as error:
             request_ids = tuple(window.request_id for window in windows)
             if is_out_of_memory(error):
                 yield m.OutOfMemory(m.TARGET, request_ids, self._clock())
                 return
             log.exception("a target step failed for requests %s", request_ids)
-            for request_id in self._generations:
+            for request_id in self._consumers:
                 self._target.end(request_id)  # its successor needs the memory
+            self._unread.clear()
             yield m.WorkerDied(m.TARGET, self._clock(), repr(error)[:200])
         else:
             for verdict in verdicts:
+                self._unread.pop(verdict.request_id, None)
                 yield m.Verified(verdict, self._clock())
 
     def _restart_due(self) -> None:
@@ -222,24 +259,24 @@ class Driver:
         return m.WorkerStarted(worker, self._clock())
 
     def _finish(self, finish: m.Finish) -> None:
-        generation = self._generations.pop(finish.request_id, None)
-        if generation is not None and finish.error:
-            generation.fail(EngineError("request", finish.request_id, finish.error, "the log may say more"))
-        elif generation is not None:
+        consumer = self._consumers.pop(finish.request_id, None)
+        if consumer is not None and finish.error:
+            consumer.fail(EngineError("request", finish.request_id, finish.error, "the log may say more"))
+        elif consumer is not None:
             try:
-                generation.finish(finish.reason, finish.stats)
+                consumer.finish(finish.reason, finish.stats)
             except Exception as error:
-                self._fail(generation, error)
+                self._fail(consumer, error)
 
     def _emit(self, emit: m.Emit) -> bool:
         """Hands tokens to the consumer; True when a stop string ended the request with them."""
-        generation = self._generations.get(emit.request_id)
-        if generation is None:
+        consumer = self._consumers.get(emit.request_id)
+        if consumer is None:
             return False
         try:
-            counted = generation.push(emit)
+            counted = consumer.push(emit)
         except Exception as error:
-            self._fail(generation, error)
+            self._fail(consumer, error)
             stopped = m.Stopped(emit.request_id, FinishReason.ABORT, self._clock())
         else:
             if counted is None:
@@ -249,17 +286,17 @@ class Driver:
         self._perform(effects)
         return bool(effects)  # none when the same round had ended the request anyway
 
-    def _fail(self, generation: Generation, error: Exception) -> None:
+    def _fail(self, consumer: Consumer, error: Exception) -> None:
         """Ends one request whose text could not be made."""
-        log.error("request %s could not be handed out", generation.request.request_id, exc_info=error)
-        self._generations.pop(generation.request.request_id, None)
-        generation.fail(EngineError("request", generation.request.request_id, f"its text could not be made ({error})"))
+        log.error("request %s could not be handed out", consumer.request.request_id, exc_info=error)
+        self._consumers.pop(consumer.request.request_id, None)
+        consumer.fail(EngineError("request", consumer.request.request_id, f"its text could not be made ({error})"))
 
     def _fail_all(self, error: BaseException) -> None:
         with self._ended:  # from here on nothing is queued
             self._closed, self._error = True, error
-        for generation in self._generations.values():
-            generation.fail(error)
-        for request_id in self._generations:
+        for consumer in self._consumers.values():
+            consumer.fail(error)
+        for request_id in self._consumers:
             self._target.end(request_id)
-        self._generations.clear()
+        self._consumers.clear()

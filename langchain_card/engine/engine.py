@@ -10,28 +10,33 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
 from langchain_card.config import EngineConfig
+from langchain_card.constraints.compiler import Grammars
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.messages import Draining, Event, Paused, Stopped
 from langchain_card.core.query import Source
-from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.core.request import Request, SamplingParams
 from langchain_card.detokenizer import Detokenizer
+from langchain_card.drafters.forced import ForcedDrafter
 from langchain_card.engine.drafts import SCRATCH, needs_process, transport_makers
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
+from langchain_card.ports import Backend, Health
 from langchain_card.runtime.budget import check_budget
 from langchain_card.runtime.files import Progress, Silent
 from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model, resolve
 from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
+
+if TYPE_CHECKING:
+    from langchain_card.engine.supervisor import Supervisor
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -43,6 +48,12 @@ class Engine:
         config: which weights run where; the built-in pair by default.
         progress: told about downloads, conversions and a draft process that starts.
         pair: models already resolved, in place of those that `config` names.
+
+    Attributes:
+        config: the same, with what was left open filled in.
+        tokenizer: the target's.
+        grammars: those of its requests; `grammars.check` compiles one before it is submitted.
+        backend: what decodes them.
     """
 
     def __init__(
@@ -51,22 +62,33 @@ class Engine:
         self.config = config or EngineConfig()
         self._pair = pair or resolve(self.config, progress)
         self.tokenizer = self._pair.tokenizer
+        self.grammars = Grammars(self.tokenizer, self._pair.vocab_size, self._pair.eos_ids, self.config.limits)
         self._ids = itertools.count()
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = self._draining = False
+        self._closer, self._gone = 0, threading.Event()
+        with contextlib.ExitStack() as held:  # all of it, or nothing
+            make = self._supervise if self.config.isolate else self._drive
+            self.backend: Backend = make(held, progress or Silent())
+            self._held = held.pop_all()
+        _open_engines.add(self)
+
+    def _supervise(self, held: contextlib.ExitStack, progress: Progress) -> Supervisor:
+        """Loads everything in a process of its own."""
+        from langchain_card.engine.supervisor import Supervisor  # needs msgspec
+
+        progress.update(f"load {self.config.model} in a process of its own", 0, 0)
+        supervisor = Supervisor(self.config)
+        held.callback(supervisor.close)
+        self.config = replace(self.config, limits=supervisor.wait_ready())
+        return supervisor
+
+    def _drive(self, held: contextlib.ExitStack, progress: Progress) -> Driver:
+        """Loads what is loaded here, and starts all workers."""
         limits = self.config.limits
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
         num_seqs = min(check_budget(self._pair, wanted, limits.max_window, SCRATCH), limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
-        with contextlib.ExitStack() as held:  # all of it, or nothing
-            self._driver = self._build(held, progress or Silent())
-            self._held = held.pop_all()
-        self._thread = threading.Thread(target=self._driver.run, name="card-target", daemon=True)
-        self._thread.start()
-        _open_engines.add(self)
-
-    def _build(self, held: contextlib.ExitStack, progress: Progress) -> Driver:
-        """Loads what is loaded here, and starts all workers; `held` frees it again."""
         pair, limits = self._pair, self.config.limits
         apart = needs_process(self.config, pair)
         model = _hold(pair.target, held)
@@ -88,11 +110,12 @@ class Engine:
         def make_target() -> TargetWorker:
             target.pool.forget()
             set_threads = lambda schedule: use_threads(threads.target(schedule))  # noqa: E731
-            return TargetWorker(target, set_threads, limits.max_step_rows, in_place=strict)
+            constrain = self.grammars.start
+            return TargetWorker(target, set_threads, limits.max_step_rows, in_place=strict, constrain=constrain)
 
-        makers = transport_makers(self.config, pair, threads, draft)
+        makers = transport_makers(self.config, pair, threads, draft, self.grammars.start)
         shared = pair.draft is None or pair.draft.device == pair.target.device
-        sources = [Source(name, paced=name == "model") for name in makers]
+        sources = [Source(name, paced=name == "model", of_grammars=name == ForcedDrafter.name) for name in makers]
         overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
         policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=self.config.pins)
         core = Coordinator(sources, limits, policy, pair.vocab_size, chains=strict)
@@ -102,6 +125,10 @@ class Engine:
             progress.update(f"load {self.config.draft_model} in a process of its own", 0, 0)
         for transport in driver.transports.values():
             transport.wait_ready()
+        thread = threading.Thread(target=driver.run, name="card-target", daemon=True)
+        thread.start()
+        held.callback(thread.join)
+        held.callback(driver.close)
         return driver
 
     @property
@@ -123,7 +150,16 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that hold KV on the target."""
-        return len(self._open_driver().coordinator.scheduler.running)
+        return self._open_backend().num_running
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run."""
+        return self._open_backend().num_open
+
+    def health(self) -> dict[str, Health]:
+        """Whether the workers are there and make progress, by name: `"target"`, the drafters."""
+        return self._open_backend().health()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Generation:
         """Queues a prompt.
@@ -141,34 +177,35 @@ class Engine:
         params = params or SamplingParams()
         limits = self.config.limits
         params.check(limits, self._pair.vocab_size)
-        params = self._fit(prompt_ids, params)
+        asked, params = params.max_tokens, self._fit(prompt_ids, params)
+        if params.grammar:
+            self._check_grammar(params, asked, len(prompt_ids))
         request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
         generation = Generation(
             request,
             Detokenizer(self.tokenizer, params.stop),
-            lambda: self._post(lambda now: Stopped(request.request_id, FinishReason.ABORT, now)),
-            lambda paused: self._post(lambda now: Paused(request.request_id, paused, now)),
+            lambda: self._tell(lambda backend: backend.stop(request.request_id)),
+            lambda paused: self._tell(lambda backend: backend.pause(request.request_id, paused)),
             self.config.limits.max_unread,
         )
-        driver = self._open_driver()
+        backend = self._open_backend()
         if self._draining:
             raise EngineClosedError("engine", self.config.model, "the engine is draining", "make a new one")
-        if driver.num_open >= limits.max_queue + limits.num_seqs:
-            limit = f"as many requests wait already, {driver.num_open:,} with those that run"
+        if backend.num_open >= limits.max_queue + limits.num_seqs:
+            limit = f"as many requests wait already, {backend.num_open:,} with those that run"
             raise EngineBusyError("max_queue", limits.max_queue, limit, "try again later")
-        driver.submit(generation)
+        backend.submit(generation)
         return generation
 
     def announce(self, count: int) -> None:
         """So many requests are about to be submitted, from any threads: they shall share their first pass, too."""
-        with contextlib.suppress(EngineClosedError):
-            self._open_driver().announce(count)
+        self._tell(lambda backend: backend.announce(count))
 
-    def _open_driver(self) -> Driver:
+    def _open_backend(self) -> Backend:
         with self._lock:
             if self._closed:
                 raise EngineClosedError("engine", self.config.model, "the engine was closed", "make a new one")
-            return self._driver
+            return self.backend
 
     def _fit(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         if not prompt_ids:
@@ -188,9 +225,15 @@ class Engine:
             return params
         return replace(params, max_tokens=room)
 
-    def _post(self, event: Callable[[float], Event]) -> None:
+    def _check_grammar(self, params: SamplingParams, asked: int, num_prompt: int) -> None:
+        if params.max_tokens < self.grammars.shortest(params.grammar) <= asked:
+            limit = f"leaves room for {params.max_tokens:,}, fewer than the shortest answer of this form"
+            raise ContextOverflowError("prompt", f"{num_prompt:,} tokens", limit, "shorten the prompt")
+        self.grammars.check(params.grammar, params.max_tokens)
+
+    def _tell(self, say: Callable[[Backend], None]) -> None:
         with contextlib.suppress(EngineClosedError):
-            self._open_driver().post(event)
+            say(self._open_backend())
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests, and waits until those that were taken have ended.
@@ -201,24 +244,31 @@ class Engine:
         Returns:
             Whether all of them ended in time. The engine stays open, so that they may go on; `close` ends them.
         """
-        driver = self._open_driver()
+        backend = self._open_backend()
         self._draining = True
-        driver.post(Draining)
+        backend.drain()
         deadline = None if timeout is None else time.monotonic() + timeout
-        while driver.num_open and (deadline is None or time.monotonic() < deadline):
+        while backend.num_open and (deadline is None or time.monotonic() < deadline):
             time.sleep(_DRAIN_POLL_SECONDS)
-        return not driver.num_open
+        return not backend.num_open
 
     def close(self) -> None:
-        """Ends all requests, stops both workers and gives the weights back. May be called twice."""
+        """Ends all requests, stops both workers and gives the weights back. May be called twice.
+
+        Who calls it while another thread does so waits for that: an interpreter may not end in the midst of it.
+        """
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._driver.close()
-        self._thread.join()
-        del self._driver
-        self._held.close()
+            is_first, self._closed = not self._closed, True
+            self._closer = threading.get_ident() if is_first else self._closer
+        if not is_first:
+            if self._closer != threading.get_ident():  # a garbage collection may come back here
+                self._gone.wait()
+            return
+        try:
+            self._held.close()
+            del self.backend
+        finally:
+            self._gone.set()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,6 +191,11 @@ class Generation:
     def stats(self) -> RequestStats | None:
         """Counts and times so far, written by the engine's thread; None before the request starts."""
         return self._stats
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The answer's tokens so far, those not read yet among them; the engine's thread adds to them."""
+        return self._taken
 
     @property
     def finished(self) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from langchain_card.core.messages import ROOT, Begin, TokenLogprob, Verdict, Window
+from langchain_card.ports import Constraint
+from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -63,12 +65,19 @@ class TargetWorker:
         set_threads: called with the schedule of each pass before it.
         max_rows: rows of one pass; windows that come together leave a row for each text that is read.
         in_place: windows are chains, and their rows lie in their positions from the first, as those of a text.
+        constrain: what a grammar allows, before the answer.
     """
 
     def __init__(
-        self, runner: ModelRunner, set_threads: Callable[[str], None], max_rows: int, *, in_place: bool = False
+        self,
+        runner: ModelRunner,
+        set_threads: Callable[[str], None],
+        max_rows: int,
+        *,
+        in_place: bool = False,
+        constrain: Callable[[str], Constraint],
     ) -> None:
-        self._runner = runner
+        self._runner, self._constrain = runner, constrain
         self._set_threads = set_threads
         self._max_rows, self._in_place = max_rows, in_place
         self._begun: dict[int, Begin] = {}  # no window yet
@@ -107,15 +116,25 @@ class TargetWorker:
         self._set_threads(min(window.schedule for _, window in due))  # "parallel" where any is
         started = time.perf_counter()
         logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
-        target_ids, logprobs = _choose(verified, logits)
+        target_ids, closed, logprobs = _choose(verified, logits)
         read = sum(len(rows.token_ids) for rows in texts)
         per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
         verdicts = []
-        for (sequence, window), own_ids, own_logprobs in zip(verified, target_ids, logprobs, strict=True):
-            elapsed, cached = per_row * len(own_ids), sequence.cached
-            ids = (window.request_id, window.step_id)
+        for (sequence, window), own_ids, early, own_logprobs in zip(
+            verified, target_ids, closed, logprobs, strict=True
+        ):
             verdicts.append(
-                Verdict(*ids, own_ids, elapsed, own_logprobs, read=read, cached=cached, together=len(verified))
+                Verdict(
+                    window.request_id,
+                    window.step_id,
+                    own_ids,
+                    per_row * len(own_ids),
+                    own_logprobs,
+                    read=read,
+                    cached=sequence.cached,
+                    together=len(verified),
+                    closed=early,
+                )
             )
             sequence.verified, sequence.cached = window, 0
             del self._windows[window.request_id]
@@ -123,7 +142,10 @@ class TargetWorker:
 
     def _open(self, begin: Begin) -> _Sequence:
         text = (*begin.request.prompt_ids, *begin.output_ids)
-        sampler = Sampler(begin.request.params, begin.request.prompt_ids)
+        params, guide = begin.request.params, None
+        if params.grammar:
+            guide = Guide(self._constrain(params.grammar), begin.request.eos_ids, params.max_tokens)
+        sampler = Sampler(params, begin.request.prompt_ids, guide)
         sampler.commit(begin.output_ids)
         cache = self._runner.open(text[:-1])
         return _Sequence(begin, cache, sampler, cached=cache.length)
@@ -150,22 +172,32 @@ class TargetWorker:
         return texts, verified
 
 
-def _choose(verified: Sequence[_Due], logits: Tensor) -> tuple[list[tuple[int, ...]], list[tuple[TokenLogprob, ...]]]:
-    """The target's token for every row of every window, read from the device at once; and what `logprobs` asks for."""
+def _choose(
+    verified: Sequence[_Due], logits: Tensor
+) -> tuple[list[tuple[int, ...]], list[bool], list[tuple[TokenLogprob, ...]]]:
+    """For every window the target's token for each row, whether an end was written early, and what `logprobs` asks for.
+
+    The tokens are read from the device at once.
+    """
     sizes = [len(window.token_ids) for _, window in verified]
+    ways = [path_tokens(window.token_ids, row_paths(window.parents)) for _, window in verified]
     by_window = torch.split(logits, sizes)
     chosen = [
-        sequence.sampler.scores(own, path_tokens(window.token_ids, row_paths(window.parents))).argmax(dim=-1)
-        for (sequence, window), own in zip(verified, by_window, strict=True)
+        sequence.sampler.scores(own, own_ways).argmax(dim=-1)
+        for (sequence, _), own, own_ways in zip(verified, by_window, ways, strict=True)
     ]
     flat = torch.cat(chosen).tolist() if chosen else []
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     target_ids = [tuple(flat[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    closed = [False] * len(verified)
+    for i, (sequence, _) in enumerate(verified):
+        if sequence.sampler.guide is not None:
+            target_ids[i], closed[i] = sequence.sampler.guide.settle(target_ids[i], ways[i])
     logprobs = []
     for (sequence, _), own, ids in zip(verified, by_window, target_ids, strict=True):
         count = sequence.begin.request.params.logprobs
         logprobs.append(() if count is None else token_logprobs(own, ids, count))
-    return target_ids, logprobs
+    return target_ids, closed, logprobs
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from langchain_card.core.messages import TokenLogprob
 from langchain_card.core.request import SamplingParams
+from langchain_card.runtime.guide import Guide
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
@@ -28,32 +29,38 @@ NUCLEUS_WIDTH = 1024
 class Sampler:
     """Turns the logits of one request into the scores whose argmax is the token.
 
-    The order is fixed: penalties, bias, bans, temperature, top-k, top-p, min-p, noise. (A grammar's mask belongs beside
-    the bans.) The first three act on greedy decoding, too. All of it is computed in float64, and for each row as if it
+    The order is fixed: penalties, bias, the grammar's mask, bans, temperature, top-k, top-p, min-p, noise. The first
+    four act on greedy decoding, too. All of it is computed in float64, and for each row as if it
     were alone. Prompt and committed tokens are the history of all rows; each has its own path besides.
 
     Args:
         params: how to decode.
         prompt_ids: token ids of the prompt.
+        guide: masks what the grammar forbids.
 
     Attributes:
         length: tokens of prompt and answer so far: the position of the next one.
+        guide: the same.
         idle: whether scores are the logits themselves.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], guide: Guide | None = None) -> None:
         self.length = len(prompt_ids)
         self._params = params
+        self.guide = guide
         self._output_counts = dict.fromkeys(prompt_ids, 0)
         self._penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self._greedy = params.temperature == 0
-        self.idle = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
+        self._as_they_are = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
+        self.idle = self._as_they_are and guide is None
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends tokens of the answer to the history of all rows."""
         self.length += len(token_ids)
+        if self.guide is not None:
+            self.guide.commit(token_ids)
         for token in token_ids:
             self._output_counts[token] = self._output_counts.get(token, 0) + 1
 
@@ -66,17 +73,20 @@ class Sampler:
             paths: [rows] tokens between the last committed one and the token to be chosen.
 
         Returns:
-            float64 [rows, vocabulary]; `logits` itself when there is nothing to do.
+            float64 [rows, vocabulary]; the logits, perhaps masked, in their own type where nothing is to be computed.
         """
         if self.idle:
             return logits
         params = self._params
-        scores = logits.to(torch.float64, copy=True)
+        scores = logits.clone() if self._as_they_are else logits.to(torch.float64, copy=True)
         if self._penalised:
             _penalise(scores, self._output_counts, paths, params)
         if params.logit_bias:
             token_ids, biases = zip(*params.logit_bias)  # noqa: B905
             scores[:, list(token_ids)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+        if self.guide is not None:
+            forbidden = self.guide.forbidden([*map(tuple, paths)], scores.shape[-1])
+            scores.masked_fill_(forbidden.to(scores.device), -math.inf)
         if params.banned_ids:
             _ban(scores, params.banned_ids)
         if self._greedy:

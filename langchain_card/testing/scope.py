@@ -22,6 +22,7 @@ class Scope:
         limits: bounds.
         widths: draft steps granted with a correction.
         eos: token that ends a text; -1 for none.
+        begun: tokens of each answer that are there when it arrives.
         unpaced: the last drafter is one that is asked in every round, as prompt lookup is.
         may_fail: whether what goes wrong may end a request with an error.
         one_reader: a consumer that fell behind reads on only when nobody else's answer is still to come.
@@ -43,6 +44,7 @@ class Scope:
     )
     widths: tuple[int, ...] = (1,)
     eos: int = -1
+    begun: int = 0
     unpaced: bool = False
     may_fail: bool = False
     one_reader: bool = False

@@ -187,8 +187,9 @@ class World:
     def _submit(self) -> None:
         request_id = len(self.emitted)
         params = SamplingParams(max_tokens=self.scope.max_tokens, schedule=self.scope.schedule)
-        self.emitted[request_id] = ()
-        self.tell(m.Submitted(Request(request_id, self.prompt(request_id), params, (self.scope.eos,)), 0.0))
+        begun = self.emitted[request_id] = self.answers[request_id][: self.scope.begun]
+        request = Request(request_id, self.prompt(request_id), params, (self.scope.eos,))
+        self.tell(m.Submitted(request, 0.0, begun))
 
     def _query(self) -> None:
         self.tell(m.TargetReady(0.0))

@@ -14,12 +14,24 @@ from collections.abc import Callable
 
 from langchain_card.errors import CARDError
 from langchain_card.ports import Worker
-from langchain_card.transports.frames import DOWN, MAX_TEXT_CHARS, UP, Exhausted, Failed, Logged, Ready, Start, Wire
+from langchain_card.transports.frames import (
+    DOWN,
+    MAX_TEXT_CHARS,
+    UP,
+    Alive,
+    Exhausted,
+    Failed,
+    Logged,
+    Ready,
+    Start,
+    Wire,
+)
 from langchain_card.transports.thread import Mailbox, work
 
 log = logging.getLogger(__name__)
 
 PARENT_POLL_SECONDS = 1.0
+BEAT_SECONDS = 1.0
 
 
 def main() -> None:
@@ -29,22 +41,31 @@ def main() -> None:
     try:
         _serve(wire)
     except Exception as error:
-        _fail(wire, error)
+        fail(wire, error)
 
 
 def _serve(wire: Wire) -> None:
     start = wire.receive()
     if not isinstance(start, Start):
         os._exit(1)  # the parent is gone
-    _send_logs(wire, start.log_level)
+    send_logs(wire, start.log_level)
     mailbox = Mailbox()
     threading.Thread(target=_listen, args=(wire, mailbox), daemon=True).start()
-    threading.Thread(target=_watch, args=(start.parent,), daemon=True).start()
+    threading.Thread(target=watch_parent, args=(start.parent,), daemon=True).start()
     worker = _factory(start.factory)(
         wire.send, lambda request_ids: wire.send(Exhausted(request_ids)), **start.arguments
     )
     wire.send(Ready())
+    threading.Thread(target=_beat, args=(wire, worker), daemon=True).start()
     work(worker, mailbox)
+
+
+def _beat(wire: Wire, worker: Worker) -> None:
+    with contextlib.suppress(OSError):  # the parent is gone
+        while True:
+            health = worker.health()
+            wire.send(Alive(health.busy, health.budget))
+            time.sleep(BEAT_SECONDS)
 
 
 def _factory(name: str) -> Callable[..., Worker]:
@@ -59,22 +80,22 @@ def _listen(wire: Wire, mailbox: Mailbox) -> None:
         while (command := wire.receive()) is not None:
             mailbox.put(command)
     except CARDError as error:
-        _fail(wire, error)
+        fail(wire, error)
     os._exit(0)  # in the midst of a step, too: nothing here is worth keeping
 
 
-def _watch(parent: int) -> None:
+def watch_parent(parent: int) -> None:
     """The connection does not end with the parent while a fork of it holds a copy."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os._exit(0)
 
 
-def _fail(wire: Wire, error: Exception) -> None:
+def fail(wire: Wire, error: Exception) -> None:
     """Says what this process dies of."""
     try:
         if not isinstance(error, CARDError):
-            log.error("a drafter's process fails", exc_info=error)
+            log.error("a process of its own fails", exc_info=error)
         wire.send(Failed.of(error))
     finally:
         os._exit(1)
@@ -97,6 +118,7 @@ class _Forward(logging.Handler):
             self.handleError(record)
 
 
-def _send_logs(wire: Wire, level: int) -> None:
+def send_logs(wire: Wire, level: int) -> None:
+    """Hands this package's records of a level and above to the parent."""
     logging.getLogger().addHandler(_Forward(wire))
     logging.getLogger("langchain_card").setLevel(level)

@@ -68,6 +68,14 @@ class Exhausted:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """From the process, once a second: how long its step takes so far, and how long it may; seconds."""
+
+    busy: float
+    budget: float
+
+
+@dataclass(frozen=True, slots=True)
 class Logged:
     """From the process: a log record, formatted."""
 
@@ -100,12 +108,12 @@ class Failed:
         value = error.value if isinstance(error.value, Argument) else str(error.value)[:MAX_TEXT_CHARS]
         return cls(kind, error.limit[:MAX_TEXT_CHARS], error.field, value, error.hint)
 
-    def error(self) -> CARDError:
-        """The exception, if it is one of ours; else an `EngineError` that says what it was."""
+    def error(self, process: str) -> CARDError:
+        """The exception, if it is one of ours; else an `EngineError` that says what it was, and of which process."""
         found = getattr(errors, self.kind, None)
         if isinstance(found, type) and issubclass(found, CARDError):
             return found(self.field, self.value, self.limit, self.hint)
-        return EngineError("draft process", self.kind, self.limit or "it gave no reason", "the log has the whole trace")
+        return EngineError(process, self.kind, self.limit or "it gave no reason", "the log has the whole trace")
 
 
 class _BeginFields(NamedTuple):
@@ -182,7 +190,7 @@ class Direction:
 DOWN = Direction((Start, Begin, Correct, Grow, End), MAX_COMMAND_BYTES)
 """To the worker's process."""
 
-UP = Direction((Ready, Proposal, Exhausted, Logged, Failed), MAX_REPORT_BYTES)
+UP = Direction((Ready, Proposal, Exhausted, Alive, Logged, Failed), MAX_REPORT_BYTES)
 """From the worker's process."""
 
 

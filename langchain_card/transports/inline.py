@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from langchain_card.core.messages import Grow
-from langchain_card.ports import DraftCommand, Worker
+from langchain_card.ports import DraftCommand, Health, Worker
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,13 @@ class InlineTransport:
         log.error("a drafter died; requests go on without it", exc_info=error)
         self._worker.close()
         self._on_death(error)
+
+    def health(self) -> Health:
+        """Of the worker."""
+        return self._worker.health()
+
+    def kill(self) -> None:
+        """Nothing: the sender itself is what hangs."""
 
     def close(self) -> None:
         """Frees the drafter."""

@@ -1,37 +1,29 @@
 """A drafter in a process of its own, for models that each have a device: two Python loops share no interpreter lock.
 
-The process is a fresh interpreter (no fork, and the caller's main module is not run again). It ends with this one,
-however this one ends.
+The process ends with this one, however this one ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from langchain_card.core.messages import Proposal
 from langchain_card.errors import EngineError
-from langchain_card.ports import DraftCommand
-from langchain_card.transports.frames import DOWN, UP, Argument, Exhausted, Failed, Logged, Ready, Start, Wire
+from langchain_card.ports import DraftCommand, Health
+from langchain_card.transports.frames import DOWN, UP, Alive, Argument, Exhausted, Failed, Logged, Ready, Start, Wire
+from langchain_card.transports.processes import last_words, reap, spawn
 from langchain_card.transports.thread import Mailbox
 
 log = logging.getLogger(__name__)
 
-END_SECONDS = 1.0
-"""For the process to end by itself; as much again after it was asked to; then it is killed."""
 
-# Ctrl-C reaches every process of a terminal; it is the parent's to decide what it means.
-_CODE = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
-    "from langchain_card.transports.child import main; main()"
-)
+SILENCE_SECONDS = 60.0
+"""After which a process that was heard of is taken to hang."""
 
 
 class ProcessTransport:
@@ -70,9 +62,10 @@ class ProcessTransport:
         self._started = threading.Event()  # or it never will
         self._error: BaseException | None = None
         self._closing = False
+        self._health, self._heard = Health(), math.inf  # until it has said something
         level = logging.getLogger("langchain_card").getEffectiveLevel()
         self._start = Start(factory, dict(arguments), level, os.getpid())
-        self._process, connection = _spawn()
+        self._process, connection = spawn("langchain_card.transports.child", "draft process")
         self._wire = Wire(connection, sends=DOWN, takes=UP)
         self._threads = [
             threading.Thread(target=target, name=f"card-{name}-{target.__name__.strip('_')}", daemon=True)
@@ -109,6 +102,15 @@ class ProcessTransport:
     def work(self) -> None:
         """Nothing: the process takes all steps that it has leave for."""
 
+    def health(self) -> Health:
+        """Of the worker, as it said last; one that says nothing for long hangs."""
+        silence = time.monotonic() - self._heard
+        return self._health if silence < SILENCE_SECONDS else Health("up", silence, SILENCE_SECONDS)
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+
     def close(self) -> None:
         """Ends the process, with force after two seconds. May be called twice."""
         self._closing = True
@@ -137,14 +139,14 @@ class ProcessTransport:
             self._error = error
         self._mailbox.close()
         self._wire.hang_up()  # upon which the process ends
-        code = self._reap()
+        code = reap(self._process)
         if not self._closing:
-            self._error = self._error or EngineError("draft process", self.pid, *_last_words(code))
+            self._error = self._error or EngineError("draft process", self.pid, *last_words(code))
             log.error("the process of drafter %r died; requests go on without it: %s", self._name, self._error)
             self._on_death(self._error)
         self._started.set()
 
-    def _take(self, report: Proposal | Exhausted | Logged | Ready | Failed) -> None:
+    def _take(self, report: Proposal | Exhausted | Alive | Logged | Ready | Failed) -> None:
         match report:
             case Proposal():
                 self._publish(report)
@@ -152,39 +154,10 @@ class ProcessTransport:
                 self._report_out_of_memory(request_ids)
             case Logged(name, level, text):
                 logging.getLogger(name).log(level, "%s", text)
+            case Alive(busy, budget):
+                self._health, self._heard = Health("up", busy, budget), time.monotonic()
             case Ready():
                 self._started.set()
                 self._on_ready()
             case Failed():
-                raise report.error()
-
-    def _reap(self) -> int:
-        """Waits for the process, with more and more force; its exit code."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(END_SECONDS)
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(END_SECONDS)
-        self._process.kill()
-        return self._process.wait()
-
-
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A fresh interpreter with this one's module path, and this end of the connection to it."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", _CODE, str(theirs.fileno()), *map(str, sys.path)]
-    with theirs:
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])  # noqa: S603
-        except OSError as error:
-            ours.close()
-            hint = 'is there enough memory? draft_transport="thread" needs no process'
-            raise EngineError("draft process", sys.executable, f"could not be started ({error})", hint) from error
-    return process, ours
-
-
-def _last_words(code: int) -> tuple[str, str]:
-    """What happened, and a hint, from an exit code."""
-    if code < 0:
-        return f"was ended by signal {-code} ({signal.strsignal(-code)})", "is there enough memory?"
-    return f"ended with exit code {code}", "standard error may say more"
+                raise report.error("draft process")

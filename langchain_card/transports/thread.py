@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from langchain_card.core.messages import Begin, Correct, End
-from langchain_card.ports import DraftCommand, Worker
+from langchain_card.ports import DraftCommand, Health, Worker
 from langchain_card.transports.inline import InlineTransport
 
 
@@ -128,6 +128,13 @@ class ThreadTransport:
     def work(self) -> None:
         """Takes the steps of requests that do not decode in parallel."""
         self._inline.work()
+
+    def health(self) -> Health:
+        """Of the worker."""
+        return self._worker.health()
+
+    def kill(self) -> None:
+        """Nothing: no thread can be ended from outside. Requests go on at the target's own speed."""
 
     def close(self) -> None:
         """Ends the thread after its current step."""

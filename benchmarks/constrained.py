@@ -1,0 +1,124 @@
+"""What a grammar costs, and what it brings: the same texts with and without one, and long documents.
+
+    python benchmarks/constrained.py [--model NAME --draft NAME] [--count 10] [--max-tokens 160]
+
+Every prompt is answered in each way, in turn, and in the other order the next time:
+
+- *Texts*: written freely, and under the grammar of an answer that may call a tool, which allows any text. Both are the
+  same text, so that masks, states and ends are all that is added.
+- *Documents*: an order is read out of a letter, under a schema with long names, by the schedule `auto`, by the target
+  alone under the same schema, and by the target alone without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from langchain_card import Engine, EngineConfig, SamplingParams
+from langchain_card.bench import prompts
+from langchain_card.constraints.json_schema import json_grammar
+from langchain_card.engine.generation import Completion
+from langchain_card.tools.form import FENCED
+from langchain_card.tools.grammar import AnswerShape, answer_grammar
+
+
+class Address(BaseModel):
+    street_and_house_number: str
+    postal_code_of_the_city: str = Field(pattern=r"^\d{4,5}$")
+    name_of_the_city: str
+
+
+class Order(BaseModel):
+    full_name_of_the_customer: str
+    delivery_address_of_the_customer: Address
+    description_of_the_ordered_product: str
+    number_of_ordered_pieces: int = Field(ge=1, le=999)
+    customer_wants_express_delivery: bool
+
+
+LETTERS = [
+    f"{name} here. Please send {count} {thing} to {street}, {code} {city}. {hurry}"
+    for name, count, thing, street, code, city, hurry in (
+        ("Ann Berg", 3, "green lamps", "Storgata 5", "0155", "Oslo", "It is urgent!"),
+        ("Bob Klein", 12, "garden chairs", "Am Markt 7", "04109", "Leipzig", "No hurry."),
+        ("Cleo Rossi", 1, "coffee machine", "Via Roma 22", "00184", "Roma", "As fast as you can."),
+        ("Dan Novak", 40, "oak boards of 2 m", "Hlavni 3", "60200", "Brno", "Any time in May will do."),
+        ("Eva Lund", 2, "bicycle pumps", "Nygade 14", "1164", "Copenhagen", "Express, please."),
+        ("Fred Moser", 100, "paper boxes", "Ringstrasse 1", "1010", "Wien", "Take your time."),
+        ("Gina Vogt", 5, "red umbrellas", "Seeweg 9", "8001", "Zurich", "I need them tomorrow."),
+        ("Hugo Leroy", 7, "wool blankets", "Rue Verte 30", "69001", "Lyon", "Standard delivery is fine."),
+        ("Ines Silva", 15, "tile samples", "Rua Nova 8", "4050", "Porto", "With express delivery."),
+        ("Jan Maas", 60, "tulip bulbs", "Kade 11", "1012", "Amsterdam", "Whenever it suits you."),
+    )
+]
+TOOL = {"function": {"name": "archive", "parameters": {"type": "object", "properties": {}}}}
+ANY_TEXT = answer_grammar(AnswerShape((TOOL,)), FENCED, ())
+ORDER = json_grammar(Order.model_json_schema(), strict=True)
+
+
+def in_turn(engine: Engine, texts: Sequence[str], ways: Mapping[str, SamplingParams]) -> dict[str, list[Completion]]:
+    """The answers of every way to every prompt."""
+    found: dict[str, list[Completion]] = {name: [] for name in ways}
+    for i, text in enumerate(texts):
+        messages: Any = [{"role": "user", "content": text}]
+        ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        for name in [*ways][:: 1 if i % 2 else -1]:
+            found[name].append(engine.submit(ids, ways[name]).result())
+        print(".", end="", flush=True)
+    print()
+    return found
+
+
+def report(title: str, found: Mapping[str, list[Completion]], base: str) -> None:
+    """A line for each way; ratios of tokens a second prompt by prompt."""
+    print(title)
+    speeds = {name: [answer.stats.tokens_per_second for answer in answers] for name, answers in found.items()}
+    for name, answers in found.items():
+        ratios = [own / other for own, other in zip(speeds[name], speeds[base], strict=True)]
+        same = sum(a.token_ids == b.token_ids for a, b in zip(answers, found[base], strict=True))
+        tokens = statistics.mean(len(answer.token_ids) for answer in answers)
+        forced = statistics.mean(answer.stats.accepted_by_source.get("forced", 0) for answer in answers)
+        print(
+            f"  {name:22} {statistics.median(speeds[name]):6.1f} tokens/s, {statistics.median(ratios):.2f} times {base}"
+            f" ({min(ratios):.2f} to {max(ratios):.2f}); {tokens:.0f} tokens, {forced:.0f} of them forced; same: {same}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--draft", default="ngram", help="beside --model")
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    args = parser.parse_args()
+    config = EngineConfig() if args.model is None else EngineConfig(model=args.model, draft_model=args.draft)
+
+    def params(schedule: Any, grammar: str = "") -> SamplingParams:
+        return SamplingParams(max_tokens=args.max_tokens, schedule=schedule, grammar=grammar)
+
+    with Engine(config) as engine:
+        texts = prompts.load(prompts.OWN, args.count)
+        in_turn(engine, texts[:2], {"first": params("auto")})  # so that step times of both schedules are known
+        for schedule in ("auto", "plain"):
+            ways = {"free": params(schedule), "under a grammar": params(schedule, ANY_TEXT)}
+            report(f"Texts, {schedule}", in_turn(engine, texts, ways), "free")
+        asked = [f"Read the order out of this letter, as JSON.\n\n{letter}" for letter in LETTERS[: args.count]]
+        ways = {
+            "plain, free": params("plain"),
+            "plain, the schema": params("plain", ORDER),
+            "auto, free": params("auto"),
+            "auto, the schema": params("auto", ORDER),
+        }
+        found = in_turn(engine, asked, ways)
+        for answer in (*found["plain, the schema"], *found["auto, the schema"]):
+            Order.model_validate_json(answer.text)
+        report("Documents", found, "plain, free")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Arguments that say which engine answers, for the commands that have them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, EngineConfig
+
+
+def add_engine_fields(parser: argparse.ArgumentParser) -> None:
+    """Add models, devices and number formats."""
+    defaults = EngineConfig()
+    parser.add_argument("--model", default=defaults.model, help="target model (%(default)s)")
+    parser.add_argument(
+        "--draft-model", default=defaults.draft_model, help='draft model, "ngram" or "none" (%(default)s)'
+    )
+    parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--draft-device", default="auto", help="of the draft")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV")
+    parser.add_argument(
+        "--quantization", default="auto", help="of weights: auto, int8, none, or the JSON of a transformers config"
+    )
+    parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
+
+
+def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as fields of `EngineConfig`, or of a chat model."""
+    return {
+        "model": args.model,
+        "draft_model": None if args.draft_model == "none" else args.draft_model,
+        "device": args.device,
+        "draft_device": args.draft_device,
+        "draft_transport": args.draft_transport,
+        "dtype": args.dtype,
+        "quantization": None if args.quantization == "none" else args.quantization,
+    }

@@ -1,0 +1,139 @@
+"""`langchain-card serve`: the web application over a model."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_card.cli.fields import add_engine_fields, engine_fields
+from langchain_card.config import SCHEDULES, EngineConfig, Limits, check_range
+from langchain_card.core.request import SamplingParams
+from langchain_card.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from langchain_card.chat_model import CARDChatModel
+    from langchain_card.serve.settings import Settings
+
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_WARNING = """\
+langchain-card: WARNING: --insecure: everybody who reaches {host}:{port} may use the model, without a key and without
+langchain-card: WARNING: encryption. Give --api-key-file instead, or let a proxy ask who they are."""
+
+
+def register(subparsers: Any) -> None:
+    """Add `serve`."""
+    limits, params = Limits(), SamplingParams()
+    parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
+    add_engine_fields(parser)
+    parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=params.max_tokens, help="likewise (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=params.temperature, help="likewise (%(default)s)")
+    parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (the model's, at most 8,192)")
+    parser.add_argument("--max-num-seqs", type=int, help="answers decoded at once (by free memory)")
+    parser.add_argument("--max-queue", type=int, default=limits.max_queue, help="requests that wait (%(default)s)")
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests may call the model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="%(default)s; 0 takes a free one")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; requests must have one")
+    parser.add_argument("--insecure", action="store_true", help="other addresses than this machine's without keys")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="that an answer may take")
+    parser.add_argument("--max-wait", type=float, metavar="SECONDS", help="that a request waits until it begins")
+    drain = "after SIGTERM, until answers that still run are ended (%(default)s)"
+    parser.add_argument("--drain", type=int, default=30, metavar="SECONDS", help=drain)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or ctrl-c; 0. Errors of the package rise to `main`."""
+    keys = read_keys(args.api_key_file) if args.api_key_file else ()
+    check_address(args.host, args.port, bool(keys), args.insecure)
+    check_range("--drain", args.drain, 0, 86_400)
+    limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
+    config = EngineConfig(**engine_fields(args), max_model_len=args.max_model_len, limits=limits)
+    SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
+    if not keys and not is_loopback(args.host):
+        print(_WARNING.format(host=args.host, port=args.port), file=sys.stderr)
+    _serve(_model(args, config), _settings(args, keys), args)
+    return 0
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys of a file, one a line.
+
+    Raises:
+        InvalidInputError: it cannot be read, or holds none.
+    """
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError("--api-key-file", str(path), f"cannot be read ({type(error).__name__})") from error
+    if not keys:
+        hint = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
+        raise InvalidInputError("--api-key-file", str(path), "holds no key", hint)
+    return keys
+
+
+def check_address(host: str, port: int, has_keys: bool, insecure: bool) -> None:
+    """Raises `InvalidInputError` where others could reach a server that asks for no key."""
+    check_range("--port", port, 0, 65_535)
+    if not has_keys and not insecure and not is_loopback(host):
+        hint = "give --api-key-file FILE; or --insecure, if the network is your own"
+        raise InvalidInputError("--host", host, "can be reached by other machines, and there are no keys", hint)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own; of names, `localhost` alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _model(args: argparse.Namespace, config: EngineConfig) -> CARDChatModel:
+    from langchain_card.chat_model import CARDChatModel
+    from langchain_card.runtime.store import ModelStore
+
+    for field, name in (("--model", config.model), ("--draft-model", config.draft_model if config.has_draft else None)):
+        if name is not None:
+            ModelStore().check(name, field=field)
+    said = {"schedule": args.schedule, "max_tokens": args.max_tokens, "temperature": args.temperature}
+    return CARDChatModel(**engine_fields(args), max_model_len=config.max_model_len, limits=config.limits, **said)
+
+
+def _settings(args: argparse.Namespace, keys: tuple[str, ...]) -> Settings:
+    from langchain_card.serve.settings import Settings
+
+    times = {"deadline_seconds": args.deadline, "max_wait_seconds": args.max_wait}
+    return Settings(
+        api_keys=keys,
+        model_names=tuple(args.served_model_name) if args.served_model_name else None,
+        hosts=(*_LOOPBACK_HOSTS, args.host) if not keys and is_loopback(args.host) else None,
+        **{name: seconds for name, seconds in times.items() if seconds is not None},
+    )
+
+
+def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -> None:
+    try:
+        import uvicorn
+    except ModuleNotFoundError as error:
+        hint = "pip install 'langchain-card[server]'"
+        raise InvalidInputError("serve", error.name, "is missing, which the server needs", hint) from error
+    from langchain_card.serve import create_app
+
+    app = create_app(model, settings)
+
+    class Server(uvicorn.Server):
+        """Takes no new requests once it was asked to end; a second ctrl-c does not wait for those that run."""
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            self.force_exit = self.should_exit and sig == signal.SIGINT
+            self.should_exit = app.state.service.draining = True
+
+    config = uvicorn.Config(
+        app, host=args.host, port=args.port, timeout_graceful_shutdown=args.drain, server_header=False, ws="none"
+    )
+    Server(config).run()

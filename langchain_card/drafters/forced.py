@@ -1,0 +1,86 @@
+"""`ForcedDrafter`: what the grammar leaves no choice about is a candidate for free.
+
+After `{` a schema with one required field knows the text up to its value. The target still chooses every token (the
+same text can be spelt in other tokens), but it verifies the whole run in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from langchain_card.core.messages import Proposal
+from langchain_card.core.request import Request
+from langchain_card.ports import Budget, Constraint
+
+CHANCE = 0.95
+"""That the target spells forced text as the tokenizer does, per token (docs/LOG.md)."""
+
+
+class _Answer:
+    """What was said, and where the grammar stands behind it; None once it was left."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint: Constraint | None = constraint
+        self.length = 0
+        self.epoch = -1
+
+    def say(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            if self.constraint is not None and not self.constraint.accept(token):
+                self.constraint = None
+            self.length += 1
+
+
+class ForcedDrafter:
+    """Drafts from the grammars of requests.
+
+    Args:
+        constrain: what a grammar allows, before the answer.
+    """
+
+    name = "forced"
+    paced = False
+
+    def __init__(self, constrain: Callable[[str], Constraint]) -> None:
+        self._constrain = constrain
+        self._answers: dict[int, _Answer] = {}
+
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        """Follows the answer so far."""
+        answer = self._answers[request.request_id] = _Answer(self._constrain(request.params.grammar))
+        answer.say(output_ids)
+
+    def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
+        """Follows what is new."""
+        answer = self._answers.get(request_id)
+        if answer is not None and answer.length >= start:  # else an earlier correction was lost: the next repeats it
+            answer.say(token_ids[answer.length - start :])
+
+    def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
+        """The text that must come next, as a chain, for each request."""
+        known = [budget.request_id for budget in budgets if budget.request_id in self._answers]
+        return [self._propose(request_id, self._answers[request_id]) for request_id in known]
+
+    def end(self, request_id: int) -> None:
+        """Forgets the request."""
+        self._answers.pop(request_id, None)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        self._answers.clear()
+
+    def _propose(self, request_id: int, answer: _Answer) -> Proposal:
+        chain = tuple(answer.constraint.forced()) if answer.constraint is not None else ()
+        answer.epoch += 1
+        return Proposal(
+            source=self.name,
+            request_id=request_id,
+            epoch=answer.epoch,
+            root=0,
+            applied_len=answer.length,
+            first=1,
+            parents=tuple(range(len(chain))),
+            token_ids=chain,
+            scores=(math.log(CHANCE),) * len(chain),
+        )

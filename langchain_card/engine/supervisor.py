@@ -1,0 +1,307 @@
+"""`Supervisor`: an engine in a process of its own that may die. Requests, and what was written of them, live here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from langchain_card.config import EngineConfig, Limits
+from langchain_card.core.messages import TARGET, Emit
+from langchain_card.core.request import FinishReason
+from langchain_card.core.workers import Life, Workers
+from langchain_card.engine.engine_process import NAME, EngineProcess
+from langchain_card.engine.open_request import OpenRequest
+from langchain_card.errors import EngineClosedError, EngineError
+from langchain_card.ports import Clock, Consumer, Health
+from langchain_card.transports import engine_frames as f
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+"""For the process to say its first word, beside the silence that is allowed."""
+
+
+class Supervisor:
+    """A `ports.Backend`. One thread, its own, does everything; the public methods queue what it is to do.
+
+    Args:
+        config: of the engine.
+        clock: source of time.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Clock = time.monotonic) -> None:
+        self._config, self._limits, self._clock = config, config.limits, clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._open: dict[int, OpenRequest] = {}
+        self._workers = Workers((NAME,), config.limits)
+        self._restart_at: float | None = None
+        self._heard = clock() + START_SECONDS
+        self._loaded = threading.Event()  # or it never will be
+        self._error: BaseException | None = None
+        self._closed = self._draining = self._is_up = False
+        self._ending = threading.Lock()  # nothing is queued once it is closed
+        self._process: EngineProcess | None = self._start()
+        self._told: dict[str, Health] = {}
+        self._thread = threading.Thread(target=self._run, name="card-supervisor", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> Limits:
+        """Returns when the engine takes requests: the limits that it filled in.
+
+        Raises:
+            CARDError: why it never will: whatever loading raised.
+        """
+        self._loaded.wait()
+        if self._error is not None:
+            raise self._error
+        return self._limits
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run."""
+        return len(self._open)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV on the target."""
+        return sum(asked.begun for asked in [*self._open.values()])
+
+    def submit(self, consumer: Consumer, output_ids: Sequence[int] = ()) -> None:
+        """Takes a request, perhaps with the beginning of its answer."""
+        with self._ending:
+            if not self._closed:
+                self._open[consumer.request.request_id] = OpenRequest(consumer, [*output_ids])
+                self._do(self._ask, consumer.request.request_id)
+                return
+        consumer.fail(_closed())
+
+    def stop(self, request_id: int, num_tokens: int | None = None) -> None:
+        """Ends a request after so many tokens; None where nobody wants it any more."""
+        self._do(self._stop, request_id, num_tokens)
+
+    def pause(self, request_id: int, paused: bool) -> None:
+        """Holds a request that nobody reads, or lets it go on."""
+        self._do(self._pause, request_id, paused)
+
+    def announce(self, count: int) -> None:
+        """So many requests are about to come."""
+        self._do(self._send, f.Announce(count))
+
+    def drain(self) -> None:
+        """Takes no more requests, and writes all answers to their end, read or not."""
+        self._do(self._drain)
+
+    def health(self) -> dict[str, Health]:
+        """Of the process and of the workers in it."""
+        state = "up" if self._is_up else "given up" if self._error is not None else "loading"
+        silence = max(0.0, self._clock() - self._heard)
+        return {NAME: Health(state, silence, self._limits.silence_seconds), **(self._told if self._is_up else {})}
+
+    def close(self) -> None:
+        """Ends the process; requests that are open fail. May be called twice."""
+        self._do(self._close)
+        self._thread.join()
+
+    def _do(self, act: Callable[..., None], *arguments: Any) -> None:
+        self._inbox.put(functools.partial(act, *arguments))  # all that is safe in a garbage collection
+
+    # On the supervisor's thread.
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._step()
+
+    def _step(self) -> None:
+        try:
+            act = self._inbox.get(timeout=self._seconds_left())
+        except queue.Empty:
+            act = self._look_after
+        try:
+            act()
+        except Exception:
+            log.exception("the supervisor goes on after an error")
+
+    def _seconds_left(self) -> float | None:
+        """Until something is due though nothing happens; None where nothing is."""
+        if self._restart_at is None and self._process is None:
+            return None
+        due = self._heard + self._limits.silence_seconds if self._restart_at is None else self._restart_at
+        return max(0.0, due - self._clock())
+
+    def _look_after(self) -> None:
+        now = self._clock()
+        if self._restart_at is not None:
+            if now >= self._restart_at:
+                self._restart_at, self._heard = None, now + START_SECONDS
+                try:
+                    self._process = self._start()
+                except EngineError as error:
+                    self._plan_restart(error)
+        elif self._process is not None and now >= self._heard + self._limits.silence_seconds:
+            log.error("the engine's process has said nothing for %g seconds and is ended", self._limits.silence_seconds)
+            self._heard = now
+            self._process.kill()
+
+    def _start(self) -> EngineProcess:
+        def hear(process: EngineProcess, message: Any) -> None:
+            self._do(self._hear, process, message)
+
+        def die(process: EngineProcess, error: BaseException) -> None:
+            self._do(self._lose, process, error)
+
+        return EngineProcess(self._config, hear, die)
+
+    def _send(self, message: Any) -> None:
+        if self._process is not None and self._is_up:
+            self._process.send(message)
+
+    def _ask(self, request_id: int) -> None:
+        """Hands a request to the engine, if it is there."""
+        asked = self._open.get(request_id)
+        if asked is None or asked.asked:
+            return
+        if self._error is not None:
+            self._fail(request_id, self._error)
+        elif self._is_up:
+            asked.asked = True
+            self._send(f.Ask(asked.consumer.request, tuple(asked.output_ids)))
+            if asked.paused:
+                self._send(f.Pause(request_id, paused=True))
+
+    def _stop(self, request_id: int, num_tokens: int | None) -> None:
+        if (asked := self._open.get(request_id)) is None:
+            return
+        asked.left, asked.num_tokens = num_tokens is None, num_tokens
+        if asked.asked:
+            self._send(f.Stop(request_id, num_tokens))
+        else:
+            self._finish(request_id, FinishReason.ABORT if num_tokens is None else FinishReason.STOP)
+
+    def _pause(self, request_id: int, paused: bool) -> None:
+        if (asked := self._open.get(request_id)) is not None:
+            asked.paused = paused
+            self._send(f.Pause(request_id, paused))
+
+    def _drain(self) -> None:
+        self._draining = True
+        self._send(f.Drain())
+
+    def _close(self) -> None:
+        with self._ending:
+            self._closed = True
+        if self._process is not None:
+            self._process.close()
+        for request_id in [*self._open]:
+            self._fail(request_id, _closed())
+
+    # What the engine says.
+
+    def _hear(self, process: EngineProcess, message: Any) -> None:
+        if process is not self._process:
+            return
+        self._heard = self._clock()
+        match message:
+            case f.Loaded(limits):
+                self._welcome(limits)
+            case f.Alive(workers):
+                self._judge(process, workers)
+            case f.Began(request_id) if (asked := self._open.get(request_id)) is not None:
+                asked.begun = True
+                asked.consumer.watch(asked.stats)
+            case f.Wrote():
+                self._write(message)
+            case f.Ended(request_id, reason, stats) if (asked := self._open.get(request_id)) is not None:
+                asked.count(stats)
+                self._finish(request_id, reason)
+            case f.Refused(request_id, error) if request_id in self._open:
+                self._fail(request_id, error.error(NAME))
+
+    def _welcome(self, limits: Limits) -> None:
+        self._limits, self._is_up = limits, True
+        self._config = replace(self._config, limits=limits)
+        self._workers.started(NAME)
+        for request_id in [*self._open]:
+            self._ask(request_id)
+        if self._draining:
+            self._send(f.Drain())
+        self._loaded.set()
+
+    def _judge(self, process: EngineProcess, workers: dict[str, Health]) -> None:
+        self._told = workers
+        target = workers.get(TARGET, Health())
+        if target.state == Life.GIVEN_UP.value or target.busy > target.budget:
+            log.error("the target hangs or is gone (%s); the engine's process is ended", target)
+            process.kill()
+
+    def _write(self, wrote: f.Wrote) -> None:
+        asked = self._open.get(wrote.request_id)
+        if asked is None or asked.num_tokens is not None:
+            return
+        asked.output_ids += wrote.token_ids
+        asked.deaths = 0
+        asked.count(wrote.stats)
+        emit = Emit(wrote.request_id, wrote.token_ids, wrote.sources, wrote.logprobs)
+        try:
+            asked.num_tokens = asked.consumer.push(emit)
+        except Exception as error:
+            log.exception("request %s could not be handed out", wrote.request_id)
+            self._send(f.Stop(wrote.request_id))
+            limit = f"its text could not be made ({error})"
+            self._fail(wrote.request_id, EngineError("request", wrote.request_id, limit))
+            return
+        if asked.num_tokens is not None:
+            self._send(f.Stop(wrote.request_id, asked.num_tokens))
+
+    # What becomes of it, and of requests.
+
+    def _lose(self, process: EngineProcess, error: BaseException) -> None:
+        """It died: whole answers end, the others wait for its next life."""
+        if process is not self._process or self._closed:
+            return
+        process.close()
+        self._process, self._is_up, self._told = None, False, {}
+        for request_id, asked in [*self._open.items()]:
+            asked.outlive()
+            if (reason := asked.end) is not None:
+                self._finish(request_id, reason)
+            elif asked.deaths >= self._limits.max_failures:
+                limit = f"the engine died of it, or with it ({error})"
+                self._fail(request_id, EngineError("request", request_id, limit))
+        self._plan_restart(error)
+
+    def _plan_restart(self, error: BaseException) -> None:
+        """It died, or could not be started; one that never was up, or died too often, is given up."""
+        self._restart_at = self._workers.died(NAME, self._clock()) if self._loaded.is_set() else None
+        if self._restart_at is not None:
+            log.error("%s; it is started again, and %d requests go on", error, len(self._open))
+            return
+        log.error("%s; it is not started again", error)
+        self._error = error
+        self._loaded.set()
+        for request_id in [*self._open]:
+            self._fail(request_id, error)
+
+    def _finish(self, request_id: int, reason: FinishReason) -> None:
+        asked = self._open.pop(request_id)
+        try:
+            asked.consumer.finish(reason, asked.stats)
+        except Exception as error:
+            asked.consumer.fail(EngineError("request", request_id, f"its text could not be made ({error})"))
+
+    def _fail(self, request_id: int, error: BaseException) -> None:
+        self._open.pop(request_id).consumer.fail(error)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("engine", "closed", "the engine was closed while the request ran")

@@ -1,0 +1,33 @@
+"""The web application: `create_app(model)`. It needs the extra `server`, and is imported when first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from langchain_card.serve.app import create_app
+    from langchain_card.serve.settings import Settings
+
+_HOMES = {"create_app": "app", "Settings": "settings"}
+
+__all__ = ["Settings", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "prometheus_client"):
+            raise
+        hint = "pip install 'langchain-card[server]'"
+        raise ModuleNotFoundError(
+            f"{error.name} is missing, which the server needs: {hint}", name=error.name
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,42 @@
+"""Server-sent events of one answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+from typing_extensions import override
+
+KEEP_ALIVE = b": still there\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event that holds a JSON object."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Events as they come; `close` is called at the end, also where nothing was sent.
+
+    Args:
+        events: bytes of whole events.
+        close: frees what the events come of.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        super().__init__(events, headers=HEADERS)
+        self._close = close
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

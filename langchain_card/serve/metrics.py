@@ -1,0 +1,94 @@
+"""Numbers for Prometheus, in a registry of the application's own: counts, tokens and times, never a word of a text."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from langchain_card.engine.generation import Generation
+
+CLIENT_LEFT = 499
+"""The outcome of an answer that its client did not wait for; as nginx has it."""
+_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 600)
+_SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+
+
+class Metrics:
+    """What one application counts. `media_type` is that of `text()`."""
+
+    media_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        outcome = "Requests by route and outcome: the status, of errors within a stream, too; 499 where a client left."
+        self._requests = Counter("langchain_card_requests", outcome, ["route", "outcome"], registry=registry)
+        self._prompt = Counter("langchain_card_prompt_tokens", "Tokens of prompts.", registry=registry)
+        cached = "Tokens of prompts that need not be read, known from earlier requests."
+        self._cached = Counter("langchain_card_cached_tokens", cached, registry=registry)
+        self._output = Counter("langchain_card_output_tokens", "Tokens of answers.", registry=registry)
+        accepted = "Tokens of answers that a drafter had proposed."
+        self._accepted = Counter("langchain_card_accepted_tokens", accepted, ["source"], registry=registry)
+        first = "Seconds until the first token of an answer, queueing included."
+        self._first = Histogram(
+            "langchain_card_time_to_first_token_seconds", first, buckets=_SECONDS, registry=registry
+        )
+        speed = "Tokens a second of an answer, after its first."
+        self._speed = Histogram("langchain_card_tokens_per_second", speed, buckets=_SPEEDS, registry=registry)
+        hits = "Rounds of an answer whose last token was already in the cache / rounds."
+        self._hits = Histogram("langchain_card_hit_rate", hits, buckets=_SHARES, registry=registry)
+
+    def text(self) -> bytes:
+        """All numbers, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def count_request(self, route: str, outcome: int) -> None:
+        """A request was answered.
+
+        Args:
+            route: its pattern, not what a client wrote.
+            outcome: a status of HTTP.
+        """
+        self._requests.labels(route, str(outcome)).inc()
+
+    def count_answer(self, generation: Generation) -> None:
+        """An answer has ended, or nobody waits for it any longer."""
+        stats = generation.stats
+        if stats is None:
+            return
+        self._prompt.inc(len(generation.request.prompt_ids))
+        self._cached.inc(stats.cached_tokens)
+        self._output.inc(stats.output_tokens)
+        for source, count in [*stats.accepted_by_source.items()]:
+            self._accepted.labels(source).inc(count)
+        if stats.rounds:
+            self._first.observe(stats.first_token - stats.submitted)
+            self._hits.observe(stats.hit_rate)
+        if generation.finished and stats.tokens_per_second:
+            self._speed.observe(stats.tokens_per_second)
+
+
+class Counting:
+    """ASGI middleware: counts each request when it is over. `scope["state"]["outcome"]` goes before the status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_LEFT
+        state = scope.setdefault("state", {})
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.count_request(route, state.get("outcome", status))

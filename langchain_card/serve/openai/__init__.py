@@ -1,0 +1,1 @@
+"""Routes as OpenAI's clients know them, under `/v1`."""

@@ -1,0 +1,133 @@
+"""`/v1/completions`: a prompt is continued as it is, by the engine, without a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from langchain_core.messages.ai import UsageMetadata
+
+from langchain_card.chat.answer import consuming_in_task, statistics
+from langchain_card.core.request import RequestStats, SamplingParams
+from langchain_card.detokenizer import Piece, token_bytes
+from langchain_card.engine.generation import Generation
+from langchain_card.serve.openai.objects import head, progress, usage
+from langchain_card.serve.openai.requests import STREAMED, StrictRoute
+from langchain_card.serve.openai.schemas import CompletionRequest
+from langchain_card.serve.service import Exchange, Service
+
+
+def completion_routes(service: Service) -> APIRouter:
+    """The route, for one application."""
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        service.check_name(body.model)
+        text = Continuation(service, body)
+        if body.stream:
+            return await Exchange(service, request, text.stream(), lambda: text.generation, "prompt").stream(list)
+        return JSONResponse(await Exchange(service, request, text.whole(), lambda: text.generation, "prompt").whole())
+
+    return router
+
+
+class Continuation:
+    """The text behind one prompt, in OpenAI's objects.
+
+    Args:
+        service: of the application.
+        body: what was asked.
+
+    Attributes:
+        generation: which writes the text; None until it was submitted.
+    """
+
+    def __init__(self, service: Service, body: CompletionRequest) -> None:
+        self.generation: Generation | None = None
+        self._model, self._body = service.model, body
+        self._head = head("text_completion", "cmpl", service.names[0])
+        self._length = 0  # characters of the text so far
+
+    async def whole(self) -> AsyncGenerator[dict[str, Any], None]:
+        """One object."""
+        generation = await self._submit()
+        with consuming_in_task(generation, self._model.timeout):
+            completion = await generation.aresult()
+            choice = self._choice(completion.text, self._logprobs(completion.pieces), completion.finish_reason.value)
+            yield {
+                **self._head,
+                "choices": [choice],
+                "usage": self._usage(completion.stats),
+                **self._card(completion.stats),
+            }
+
+    async def stream(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The objects of a stream: one for each token that tells something, then the end."""
+        generation, body = await self._submit(), self._body
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        start = {**self._head, "usage": None} if include_usage else self._head
+        with consuming_in_task(generation, self._model.timeout):
+            async for piece in generation:
+                card = {"card": progress([piece], generation.stats)} if body.card and generation.stats else {}
+                if piece.text or body.logprobs is not None or card:
+                    yield [{**start, "choices": [self._choice(piece.text, self._logprobs([piece]))], **card}]
+                else:
+                    yield []
+            completion = generation.completion()
+            card = self._card(completion.stats)
+            if body.card:
+                card = {"card": {**progress([], completion.stats), **card["card"]}}
+            end = [{**start, "choices": [self._choice("", None, completion.finish_reason.value)], **card}]
+            yield [*end, {**start, "choices": [], "usage": self._usage(completion.stats)}] if include_usage else end
+
+    async def _submit(self) -> Generation:
+        prompt_ids, params = await asyncio.to_thread(self._prepare)
+        self.generation = self._model.engine.submit(prompt_ids, params)  # on the loop: it may be cancelled until then
+        return self.generation
+
+    def _prepare(self) -> tuple[Sequence[int], SamplingParams]:
+        body, prompt = self._body, self._body.one_prompt
+        logprobs = {} if body.logprobs is None else {"logprobs": True, "top_logprobs": body.logprobs}
+        params = self._model.sampling_params(body.stop, {**body.options, **logprobs})
+        if isinstance(prompt, str):
+            prompt = self._model.engine.tokenizer.encode(prompt, verbose=False)
+        return prompt, params
+
+    def _choice(self, text: str, logprobs: Any, reason: str | None = None) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Of tokens, in the shape of OpenAI's older interface; offsets are characters of the text."""
+        if self._body.logprobs is None:
+            return None
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for piece in pieces:
+            if piece.logprob is not None:
+                found["tokens"].append(self._token(piece.token_id))
+                found["token_logprobs"].append(piece.logprob.logprob)
+                found["top_logprobs"].append({self._token(token): of for token, of in piece.logprob.top})
+                found["text_offset"].append(self._length)
+            self._length += len(piece.text)
+        return found
+
+    def _token(self, token_id: int) -> str:
+        return token_bytes(self._model.engine.tokenizer, token_id).decode(errors="replace")
+
+    def _usage(self, stats: RequestStats) -> dict[str, Any] | None:
+        assert self.generation is not None
+        num_prompt = len(self.generation.request.prompt_ids)
+        counts = UsageMetadata(
+            input_tokens=num_prompt,
+            output_tokens=stats.output_tokens,
+            total_tokens=num_prompt + stats.output_tokens,
+            input_token_details={"cache_read": stats.cached_tokens},
+        )
+        return usage(counts)
+
+    def _card(self, stats: RequestStats) -> dict[str, Any]:
+        assert self.generation is not None
+        return {"card": statistics(stats, self.generation.request.params.seed)}

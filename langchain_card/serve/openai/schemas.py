@@ -1,0 +1,172 @@
+"""What requests say. Fields that nobody knows are ignored; known ones that cannot be done are refused by name.
+
+Numbers that say how an answer is decoded have their bounds in `SamplingParams.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, StrictBool, model_validator
+from typing_extensions import Self
+
+from langchain_card.config import Schedule
+from langchain_card.errors import InvalidInputError
+from langchain_card.serve.settings import MOST_MESSAGES
+
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Object = dict[str, Any]
+
+_TEXT_ONLY = "the model reads and writes text only"
+_NO_FUNCTIONS = "use tools and tool_choice"
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    type: Name
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(BaseModel):
+    """The function of a call: its name, and its arguments as JSON."""
+
+    name: Name
+    arguments: str
+
+
+class Call(BaseModel):
+    """A call in a message of the assistant."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(max_length=1024)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides the answer."""
+
+    include_usage: StrictBool = False
+
+
+class Decoding(BaseModel):
+    """How an answer is decoded; what is left out is as the served model has it."""
+
+    model: Name
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    n: Whole | None = None
+    max_tokens: Whole | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    seed: Whole | None = None
+    stop: str | list[str] | None = None
+    schedule: Schedule | None = None
+    card: StrictBool = Field(default=False, description="each event tells of its tokens who proposed them")
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> Self:
+        if self.n not in (None, 1):
+            raise InvalidInputError("n", self.n, "must be 1", "send the request again, with another seed")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidInputError("stream_options", "{...}", "is for streams only", "set stream to true")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of a call of the chat model."""
+        return self._given(*(name for name in Decoding.model_fields if name not in _NO_OPTIONS))
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def _refuse(self, hints: Mapping[str, str]) -> None:
+        for name, hint in hints.items():
+            if (value := getattr(self, name)) not in (None, False):
+                raise InvalidInputError(name, value, "is not supported", hint)
+
+
+_NO_OPTIONS = ("model", "stream", "stream_options", "n", "card", "stop")
+
+
+class ChatRequest(Decoding):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Whole | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Whole | None = None
+    tools: Annotated[list[Object], Field(max_length=128)] | None = None
+    tool_choice: Name | Object | None = None
+    parallel_tool_calls: StrictBool | None = None
+    response_format: Object | None = None
+    modalities: Annotated[list[Name], Field(max_length=8)] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _check_support(self) -> Self:
+        if self.modalities not in (None, ["text"]):
+            raise InvalidInputError("modalities", self.modalities, 'must be ["text"]', _TEXT_ONLY)
+        hints = {"functions": _NO_FUNCTIONS, "function_call": _NO_FUNCTIONS, "audio": _TEXT_ONLY}
+        self._refuse({**hints, "web_search_options": "nothing is searched here"})
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of a call of the chat model."""
+        names = ("max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "parallel_tool_calls")
+        given = self._given(*names, "tools", "response_format")
+        if given.get("logprobs") is False:
+            del given["logprobs"]
+        return {**super().options, **given}
+
+
+class CompletionRequest(Decoding):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[Any] = Field(description="a text, its token ids, or a list of one of these")
+    logprobs: Whole | None = Field(default=None, description="so many of the likeliest tokens beside each")
+    best_of: Whole | None = None
+    echo: StrictBool | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _check_support(self) -> Self:
+        if self.best_of not in (None, 1):
+            raise InvalidInputError("best_of", self.best_of, "must be 1", "send the request again, with another seed")
+        self._refuse({"echo": "the prompt is known already", "suffix": "put it into the prompt, as the model knows it"})
+        prompt = self.one_prompt
+        if not isinstance(prompt, str) and (not prompt or not all(type(token) is int for token in prompt)):
+            raise InvalidInputError("prompt", self.prompt, "must be one text, or the token ids of one")
+        return self
+
+    @property
+    def one_prompt(self) -> str | list[int]:
+        """The prompt, out of its list."""
+        if isinstance(self.prompt, list) and len(self.prompt) == 1 and isinstance(self.prompt[0], (str, list)):
+            return self.prompt[0]
+        return self.prompt

@@ -1,0 +1,134 @@
+"""What goes wrong, as an HTTP answer in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
+
+from langchain_card import errors
+from langchain_card.errors import CARDError
+
+RETRY_AFTER_SECONDS = 1
+_NO_RETRY = {"x-should-retry": "false"}  # OpenAI's own clients ask: the next try would take as long
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong: in words, its kind, the field of the request at fault, and a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetails
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error as a client sees it.
+
+    Attributes:
+        status: of HTTP.
+        message: in words; nothing of the server's insides.
+        kind: OpenAI's `type`.
+        code: a word for programs.
+        param: the field of the request at fault.
+    """
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer, with what tells clients whether to try again."""
+        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        headers |= _NO_RETRY if self.status == 504 else {}
+        headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return JSONResponse(self.body, self.status, headers)
+
+
+class Refused(Exception):
+    """A request that is answered by a problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+INTERNAL = Problem(500, "The server failed; the reason is in its log.", "server_error", "internal_error")
+CLOSED = Problem(503, "The server is shutting down.", "server_error", "shutting_down")
+_FAILED = Problem(503, "The engine could not answer; others go on. Try again.", "server_error", "engine_error")
+_SAID: tuple[tuple[type[CARDError], int, str, str | None], ...] = (
+    (errors.ContextOverflowError, 400, "invalid_request_error", "context_length_exceeded"),
+    (errors.UnsupportedContentError, 400, "invalid_request_error", "unsupported_content"),
+    (errors.InvalidInputError, 400, "invalid_request_error", None),
+    (errors.EngineBusyError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.EngineWaitError, 503, "server_error", "not_begun_in_time"),
+    (errors.GenerationTimeoutError, 504, "timeout_error", "timeout"),
+)
+"""Errors whose own words are for the client."""
+_UNSAID: tuple[tuple[type[CARDError], Problem], ...] = (
+    (errors.EngineClosedError, CLOSED),
+    (errors.EngineError, _FAILED),
+)
+_PROMPTS = ("prompt", "prompt_ids", "content")
+
+
+def problem_of(error: BaseException, prompt: str, names: Mapping[str, str] | None = None) -> Problem:
+    """What an error is to a client.
+
+    Args:
+        error: of any kind; one that nobody foresaw is `INTERNAL`.
+        prompt: the field of the request that holds the prompt.
+        names: words to be replaced in the message, such as the paths of models.
+    """
+    for kind, status, word, code in _SAID:
+        if isinstance(error, kind):
+            message = str(error)
+            for name, shown in (names or {}).items():
+                message = message.replace(name, shown)
+            field = error.field.partition(" ")[0]
+            return Problem(status, message, word, code, prompt if field in _PROMPTS else field)
+    return next((problem for kind, problem in _UNSAID if isinstance(error, kind)), INTERNAL)
+
+
+def validation_problem(error: RequestValidationError, prompt: str) -> Problem:
+    """The most precise of the things that are wrong with a request's body; `prompt` as for `problem_of`."""
+    found = error.errors()
+    foreseen = [each["ctx"]["error"] for each in found if isinstance(each.get("ctx", {}).get("error"), CARDError)]
+    if foreseen:
+        return problem_of(foreseen[0], prompt)
+    first = max(found, key=lambda each: len(_path(each, error.body)))
+    path = _path(first, error.body)
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".") or None
+    if first["type"] == "missing":
+        return Problem(400, f"{param or 'body'}: is required.", param=param)
+    return Problem(400, f"{param or 'body'} = {reprlib.repr(first['input'])}: {first['msg']}.", param=param)
+
+
+def _path(error: Mapping[str, Any], body: Any) -> list[Any]:
+    """Where in the body an error is; pydantic's own words for kinds of values are left out."""
+    path: list[Any] = []
+    for part in error["loc"][1:]:
+        in_list = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if in_list or (isinstance(body, Mapping) and part in body):
+            body = body[part]
+            path.append(part)
+    return [*path, error["loc"][-1]] if error["type"] == "missing" and len(error["loc"]) > 1 else path

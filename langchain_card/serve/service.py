@@ -1,0 +1,173 @@
+"""What the routes share: the chat model, the settings, and how a request waits for its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+
+from langchain_card.chat_model import CARDChatModel
+from langchain_card.config import check_range
+from langchain_card.engine.generation import Generation
+from langchain_card.errors import InvalidInputError
+from langchain_card.serve.events import DONE, KEEP_ALIVE, EventStream, event
+from langchain_card.serve.following import ClientLeft, Following
+from langchain_card.serve.metrics import CLIENT_LEFT, Metrics
+from langchain_card.serve.problems import INTERNAL, Problem, Refused, problem_of
+from langchain_card.serve.settings import Settings
+
+T = TypeVar("T")
+
+DEADLINE_HEADER = "x-request-timeout"
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """One application's.
+
+    Args:
+        model: which answers; a copy of it is used, so that the caller's stays open.
+        settings: bounds.
+
+    Attributes:
+        model: the copy.
+        settings: the same.
+        metrics: what is counted.
+        draining: True refuses new requests, while those that run go on.
+    """
+
+    def __init__(self, model: CARDChatModel, settings: Settings) -> None:
+        self.model = model.model_copy(update={"output_version": "v0", "streaming": None})
+        self.settings, self.metrics, self.draining = settings, Metrics(), False
+        own = os.path.basename(os.path.normpath(model.model))
+        self.names: tuple[str, ...] = settings.model_names or (own,)
+        models = [name for name in (model.model, model.draft_model) if name is not None]
+        self._shown = {name: os.path.basename(name) for name in models if os.sep in name} | {model.model: self.names[0]}
+
+    async def open(self) -> None:
+        """Loads the model."""
+        await asyncio.to_thread(self.model.load)
+
+    async def close(self) -> None:
+        """Gives back what `open` has taken; the last user's answers end."""
+        await asyncio.to_thread(self.model.close)
+
+    def check_name(self, name: str) -> None:
+        """Raises `Refused` unless the model may be called so."""
+        if name not in self.names:
+            message = f"model = {name[:100]!r}: is not served here; there is {', '.join(self.names)}."
+            raise Refused(Problem(404, message, param="model", code="model_not_found"))
+
+    def check_messages(self, count: int) -> None:
+        """Raises `InvalidInputError` when a conversation has too many messages."""
+        most = self.settings.max_messages
+        if count > most:
+            raise InvalidInputError(
+                "messages", f"{count:,} messages", f"must be {most:,} at most", "leave out old ones"
+            )
+
+    def problem(self, error: BaseException, prompt: str) -> Problem:
+        """What an error is to a client; one that nobody foresaw is logged."""
+        problem = problem_of(error, prompt, self._shown)
+        if problem is INTERNAL:
+            log.error("an answer failed", exc_info=error)
+        return problem
+
+    def deadline(self, headers: Mapping[str, str]) -> float:
+        """Seconds that a request gives its answer, `deadline_seconds` at most.
+
+        Raises:
+            InvalidInputError: what its header says is no time.
+        """
+        most, said = self.settings.deadline_seconds, headers.get(DEADLINE_HEADER)
+        if said is None:
+            return most
+        try:
+            seconds = float(said)
+        except ValueError:
+            hint = "leave the header out for the server's own limit"
+            raise InvalidInputError(DEADLINE_HEADER, said, "must be a number of seconds", hint) from None
+        check_range(DEADLINE_HEADER, seconds, 0.001, 1e9)
+        return min(seconds, most)
+
+
+class Exchange(Generic[T]):
+    """A request and its answer, which begins at once.
+
+    Args:
+        service: of the application.
+        request: whose body was read.
+        items: the answer; closing the generator frees what it holds.
+        generation: which writes it, as soon as there is one.
+        prompt: the field of the request that holds the prompt.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        items: AsyncGenerator[T, None],
+        generation: Callable[[], Generation | None],
+        prompt: str,
+    ) -> None:
+        self._service, self._request, self._generation, self._prompt = service, request, generation, prompt
+        deadline = service.deadline(request.headers)
+        self._following = Following(items, request.receive, service.settings, self._begun, deadline)
+
+    def _begun(self) -> bool:
+        generation = self._generation()
+        return generation is not None and (generation.stats is not None or generation.finished)
+
+    async def whole(self) -> T:
+        """The only item of an answer that is not streamed."""
+        try:
+            async for item in self._following:
+                if item is not None:
+                    return item
+            raise RuntimeError("the answer held nothing")
+        finally:
+            self._close()
+
+    async def stream(self, data: Callable[[T], Iterable[Mapping[str, Any]]]) -> EventStream:
+        """The items as events, when the first one has come; errors until then are raised.
+
+        Args:
+            data: JSON objects, one an event, that an item becomes.
+        """
+        try:
+            first = await anext(self._following)
+        except BaseException:
+            self._close()
+            raise
+        self._request.state.outcome = CLIENT_LEFT  # until it has ended otherwise
+        return EventStream(self._events(first, data), self._close)
+
+    async def _events(
+        self, item: T | None, data: Callable[[T], Iterable[Mapping[str, Any]]]
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                if item is None:
+                    yield KEEP_ALIVE
+                else:
+                    for each in data(item):
+                        yield event(each)
+                item = await anext(self._following)
+        except StopAsyncIteration:
+            self._request.state.outcome = 200
+            yield DONE
+        except ClientLeft:
+            return
+        except Exception as error:
+            problem = self._service.problem(error, self._prompt)
+            self._request.state.outcome = problem.status
+            yield event(problem.body)
+
+    def _close(self) -> None:
+        self._following.close()
+        if (generation := self._generation()) is not None:
+            self._service.metrics.count_answer(generation)

@@ -1,0 +1,157 @@
+"""`langchain-card serve` as a real process: who may reach it, its keys, its end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from played import make_pair
+from served import error_of
+from test_serve_answers import LONG, posted
+
+from langchain_card.cli import main
+from langchain_card.cli.serve import check_address, is_loopback, read_keys
+from langchain_card.errors import InvalidInputError
+
+CLI = "import sys; from langchain_card.cli import main; sys.exit(main())"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    fields = make_pair(tmp_path_factory.mktemp("pair"))
+    return "--model", fields["model"], "--draft-model", fields["draft_model"], "--dtype", "float64"
+
+
+class Process:
+    """A server in a process, on a free port; what it writes to standard error is kept."""
+
+    def __init__(self, *args: str) -> None:
+        command = [sys.executable, "-c", CLI, "serve", "--port", "0", *args]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.said = ""
+        self.started = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        assert self.started.wait(120), self.said
+        found = re.search(r"running on http://([^ ]*):(\d+)", self.said)
+        assert found, self.said
+        self.url = f"http://127.0.0.1:{found[2]}"
+
+    def _read(self) -> None:
+        for line in self.process.stderr or ():
+            self.said += line
+            if "running on" in line:
+                self.started.set()
+        self.started.set()
+
+    def end(self, sig: int = signal.SIGTERM) -> int:
+        self.process.send_signal(sig)
+        code = self.process.wait(60)
+        self._reader.join(10)
+        (self.process.stderr or sys.stderr).close()
+        return code
+
+
+@pytest.fixture
+def server(pair: tuple[str, ...], request: pytest.FixtureRequest) -> Iterator[Process]:
+    started = Process(*pair, *getattr(request, "param", ()))
+    yield started
+    if started.process.poll() is None:
+        started.end(signal.SIGKILL)
+
+
+def test_it_answers_drains_and_ends(server: Process) -> None:
+    body = {"model": "target", "messages": [{"role": "user", "content": "Q"}]}
+    answer = httpx.post(server.url + CHAT, json={**body, "max_tokens": 3}, timeout=60).json()
+    assert answer["usage"]["completion_tokens"] == 3 and answer["model"] == "target"
+    rebound = httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"})
+    assert rebound.status_code == 403 and error_of(rebound)["code"] == "unknown_host"
+    running = posted(server.url, CHAT, {**body, **LONG, "max_tokens": 1500, "stream": True})
+    seen = running.recv(1000)
+    ended: list[int] = []
+    ending = threading.Thread(target=lambda: ended.append(server.end()))
+    ending.start()
+    host, port = server.url.removeprefix("http://").split(":")
+    refused = False
+    while piece := running.recv(1 << 16):
+        seen = seen[-1000:] + piece
+        if not refused:
+            try:
+                socket.create_connection((host, int(port)), timeout=5).close()
+            except OSError:
+                refused = True
+    running.close()
+    ending.join(60)
+    assert b"data: [DONE]" in seen and refused and ended == [0]
+    assert "WARNING" not in server.said and "Traceback" not in server.said
+
+
+@pytest.mark.parametrize("server", [("--host", "0.0.0.0", "--insecure", "--drain", "1")], indirect=True)
+def test_insecure_is_loud_and_draining_has_an_end(server: Process) -> None:
+    assert server.said.count("WARNING: --insecure") == 1 and "0.0.0.0" in server.said
+    assert httpx.get(f"{server.url}/v1/models", headers={"host": "any.example"}).status_code == 200
+    body = {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG, "stream": True}
+    with posted(server.url, CHAT, body) as running:
+        running.recv(1000)
+        assert server.end() == 0
+
+
+def test_keys_from_a_file(pair: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n")
+    assert read_keys(file) == ("one", "two")
+    server = Process(*pair, "--host", "0.0.0.0", "--api-key-file", str(file), "--served-model-name", "a", "b")
+    try:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        found = httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer two"}).json()["data"]
+        assert [each["id"] for each in found] == ["a", "b"] and "WARNING" not in server.said
+    finally:
+        assert server.end(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--host", "0.0.0.0"], "--host = '0.0.0.0': can be reached by other machines.*--api-key-file"),
+        (["--host", "example.org"], "can be reached by other machines"),
+        (["--port", "70000"], "--port = 70000"),
+        (["--api-key-file", "/nowhere"], "--api-key-file = '/nowhere': cannot be read"),
+        (["--max-queue", "-1"], "max_queue = -1"),
+        (["--max-tokens", "0"], "max_tokens = 0"),
+        (["--temperature", "-1"], "temperature"),
+        (["--model", "no such model"], "--model = 'no such model'"),
+        (["--draft-model", "no such model"], "--draft-model = 'no such model'"),
+        (["--deadline", "0"], "deadline_seconds = 0"),
+        (["--max-wait", "-1"], "max_wait_seconds = -1"),
+        (["--drain", "-1"], "--drain = -1"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(args: list[str], words: str, capsys: Any, pair: tuple[str, ...]) -> None:
+    assert main(["serve", *pair, *args]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_addresses(tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert is_loopback(host)
+        check_address(host, 0, has_keys=False, insecure=False)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.example", ""):
+        assert not is_loopback(host)
+        with pytest.raises(InvalidInputError, match="--host"):
+            check_address(host, 0, has_keys=False, insecure=False)
+        check_address(host, 0, has_keys=True, insecure=False)
+        check_address(host, 0, has_keys=False, insecure=True)
+    empty = tmp_path / "empty"
+    empty.write_text("\n \n")
+    with pytest.raises(InvalidInputError, match="holds no key"):
+        read_keys(empty)
