@@ -24,7 +24,7 @@ CHECKED = [
 ]
 ROUTES = {
     "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/models": "GET", "/v1/models/{name}": "GET",
-    "/version": "GET", "/metrics": "GET",
+    "/version": "GET", "/metrics": "GET", "/health": "GET",
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")

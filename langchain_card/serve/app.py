@@ -15,6 +15,7 @@ from langchain_card.chat_model import CARDChatModel
 from langchain_card.errors import CARDError
 from langchain_card.serve.following import ClientLeft
 from langchain_card.serve.guard import Guard
+from langchain_card.serve.health import health_routes
 from langchain_card.serve.metrics import CLIENT_LEFT, Counting
 from langchain_card.serve.openai.chat import chat_routes
 from langchain_card.serve.openai.completions import completion_routes
@@ -23,8 +24,8 @@ from langchain_card.serve.problems import Problem, Refused, validation_problem
 from langchain_card.serve.service import Service
 from langchain_card.serve.settings import Settings
 
-OPEN_PATHS = ("/version",)
-"""What needs no key."""
+OPEN_PATHS = ("/health", "/version")
+"""What needs no key, and is answered while others are not."""
 
 
 def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAPI:
@@ -51,7 +52,7 @@ def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAP
     app.state.service = service
     app.add_middleware(Guard, service=service, open_paths=OPEN_PATHS)
     app.add_middleware(Counting, metrics=service.metrics)
-    for routes in (chat_routes, completion_routes, model_routes):
+    for routes in (chat_routes, completion_routes, model_routes, health_routes):
         app.include_router(routes(service))
     _add_own_routes(app, service)
     _add_handlers(app, service)
