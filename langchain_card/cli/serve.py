@@ -29,6 +29,8 @@ def register(subparsers: Any) -> None:
     limits, params = Limits(), SamplingParams()
     parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
     add_engine_fields(parser)
+    isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
+    parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=params.max_tokens, help="likewise (%(default)s)")
     parser.add_argument("--temperature", type=float, default=params.temperature, help="likewise (%(default)s)")
@@ -53,11 +55,12 @@ def run(args: argparse.Namespace) -> int:
     check_address(args.host, args.port, bool(keys), args.insecure)
     check_range("--drain", args.drain, 0, 86_400)
     limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
-    config = EngineConfig(**engine_fields(args), max_model_len=args.max_model_len, limits=limits)
+    fields = {**engine_fields(args), "isolate": args.isolate, "max_model_len": args.max_model_len, "limits": limits}
+    config = EngineConfig(**fields)
     SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
     if not keys and not is_loopback(args.host):
         print(_WARNING.format(host=args.host, port=args.port), file=sys.stderr)
-    _serve(_model(args, config), _settings(args, keys), args)
+    _serve(_model(args, config, fields), _settings(args, keys), args)
     return 0
 
 
@@ -93,7 +96,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _model(args: argparse.Namespace, config: EngineConfig) -> CARDChatModel:
+def _model(args: argparse.Namespace, config: EngineConfig, fields: dict[str, Any]) -> CARDChatModel:
     from langchain_card.chat_model import CARDChatModel
     from langchain_card.runtime.store import ModelStore
 
@@ -101,7 +104,7 @@ def _model(args: argparse.Namespace, config: EngineConfig) -> CARDChatModel:
         if name is not None:
             ModelStore().check(name, field=field)
     said = {"schedule": args.schedule, "max_tokens": args.max_tokens, "temperature": args.temperature}
-    return CARDChatModel(**engine_fields(args), max_model_len=config.max_model_len, limits=config.limits, **said)
+    return CARDChatModel(**fields, **said)
 
 
 def _settings(args: argparse.Namespace, keys: tuple[str, ...]) -> Settings:
