@@ -104,8 +104,12 @@ def test_insecure_is_loud_and_draining_has_an_end(server: Process) -> None:
     assert httpx.get(f"{server.url}/v1/models", headers={"host": "any.example"}).status_code == 200
     body = {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG, "stream": True}
     with posted(server.url, CHAT, body) as running:
-        running.recv(1000)
+        seen = running.recv(1000)
         assert server.end() == 0
+        while piece := running.recv(1 << 16):
+            seen = seen[-1000:] + piece
+    assert b'"code":"shutting_down"' in seen and b"[DONE]" not in seen
+    assert "Traceback" not in server.said
 
 
 def test_nothing_outlives_a_server_that_is_killed(server: Process) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ipaddress
 import signal
 import sys
@@ -16,8 +17,11 @@ from langchain_card.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
+    from langchain_card.serve.service import Service
     from langchain_card.serve.settings import Settings
 
+_GOODBYE_SECONDS = 5
+"""For clients to read that their answer was ended."""
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _WARNING = """\
 langchain-card: WARNING: --insecure: everybody who reaches {host}:{port} may use the model, without a key and without
@@ -128,15 +132,21 @@ def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -
     from langchain_card.serve import create_app
 
     app = create_app(model, settings)
+    service: Service = app.state.service
 
     class Server(uvicorn.Server):
         """Takes no new requests once it was asked to end; a second ctrl-c does not wait for those that run."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             self.force_exit = self.should_exit and sig == signal.SIGINT
-            self.should_exit = app.state.service.draining = True
+            self.should_exit = service.draining = True
 
+        async def shutdown(self, sockets: Any = None) -> None:
+            asyncio.get_running_loop().call_later(args.drain, service.end)
+            await super().shutdown(sockets)
+
+    end = args.drain + _GOODBYE_SECONDS
     config = uvicorn.Config(
-        app, host=args.host, port=args.port, timeout_graceful_shutdown=args.drain, server_header=False, ws="none"
+        app, host=args.host, port=args.port, timeout_graceful_shutdown=end, server_header=False, ws="none"
     )
     Server(config).run()

@@ -38,7 +38,10 @@ class Service:
         settings: the same.
         metrics: what is counted.
         draining: True refuses new requests, while those that run go on.
+        ending: done when nothing goes on any longer; there from `open` on.
     """
+
+    ending: asyncio.Future[None]
 
     def __init__(self, model: CARDChatModel, settings: Settings) -> None:
         self.model = model.model_copy(update={"output_version": "v0", "streaming": None})
@@ -50,7 +53,14 @@ class Service:
 
     async def open(self) -> None:
         """Loads the model."""
+        self.ending = asyncio.get_running_loop().create_future()
         await asyncio.to_thread(self.model.load)
+
+    def end(self) -> None:
+        """Lets answers that are still being written end with an error. Called on the loop; may be called twice."""
+        self.draining = True
+        if not self.ending.done():
+            self.ending.set_result(None)
 
     async def close(self) -> None:
         """Gives back what `open` has taken; the last user's answers end."""
@@ -116,7 +126,7 @@ class Exchange(Generic[T]):
     ) -> None:
         self._service, self._request, self._generation, self._prompt = service, request, generation, prompt
         deadline = service.deadline(request.headers)
-        self._following = Following(items, request.receive, service.settings, self._begun, deadline)
+        self._following = Following(items, request.receive, service.settings, service.ending, self._begun, deadline)
 
     def _begun(self) -> bool:
         generation = self._generation()
