@@ -25,7 +25,7 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.check_name(body.model)
         service.check_messages(len(body.messages))
-        messages, options, shown = to_messages(body.messages), body.options, service.names[0]
+        messages, options, shown = to_messages(body.messages), body.options, body.model
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         model = service.model.for_consumer(consumer := Consumer())
         if not body.stream:

@@ -49,7 +49,7 @@ class Continuation:
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         self.generation: Generation | None = None
         self._model, self._body = service.model, body
-        self._head = head("text_completion", "cmpl", service.names[0])
+        self._head = head("text_completion", "cmpl", body.model)
         self._length = 0  # characters of the text so far
 
     async def whole(self) -> AsyncGenerator[dict[str, Any], None]:
