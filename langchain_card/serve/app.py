@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from importlib.util import find_spec
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -23,6 +24,8 @@ from langchain_card.serve.problems import Problem, Refused, validation_problem
 from langchain_card.serve.service import Service
 from langchain_card.serve.settings import Settings
 
+_PROMPTS = {"/v1/chat/": "messages", "/card/": "input"}
+"""By the beginning of a path: the field that holds the prompt."""
 OPEN_PATHS = ("/version",)
 """What needs no key."""
 
@@ -51,11 +54,20 @@ def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAP
     app.state.service = service
     app.add_middleware(Guard, service=service, open_paths=OPEN_PATHS)
     app.add_middleware(Counting, metrics=service.metrics)
-    for routes in (chat_routes, completion_routes, model_routes):
+    for routes in (chat_routes, completion_routes, model_routes, *_remote_routes()):
         app.include_router(routes(service))
     _add_own_routes(app, service)
     _add_handlers(app, service)
     return app
+
+
+def _remote_routes() -> list[Callable[[Service], APIRouter]]:
+    """LangServe's, where it is installed."""
+    if find_spec("langserve") is None:
+        return []
+    from langchain_card.serve.remote.routes import remote_routes
+
+    return [remote_routes]
 
 
 def _add_own_routes(app: FastAPI, service: Service) -> None:
@@ -70,7 +82,8 @@ def _add_own_routes(app: FastAPI, service: Service) -> None:
 
 def _add_handlers(app: FastAPI, service: Service) -> None:
     def prompt_of(request: Request) -> str:
-        return "messages" if request.url.path.startswith("/v1/chat/") else "prompt"
+        path = request.url.path
+        return next((name for start, name in _PROMPTS.items() if path.startswith(start)), "prompt")
 
     async def invalid(request: Request, error: Any) -> Response:
         return validation_problem(error, prompt_of(request)).response()
