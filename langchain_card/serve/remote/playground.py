@@ -10,14 +10,12 @@ import base64
 import hashlib
 import re
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
+import langserve.playground
 from fastapi import APIRouter, Request, Response
 from langchain_core.messages import AnyMessage
-from langchain_core.runnables import ConfigurableField
-from langserve.playground import serve_playground
 from pydantic import BaseModel, RootModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
@@ -25,15 +23,22 @@ from typing_extensions import override
 
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.serve.problems import Problem, Refused
-from langchain_card.serve.remote.requests import Configurable
+from langchain_card.serve.remote.requests import Config
 
 ROOT = "/card"
 CHAT = f"{ROOT}/chat"
 """The same routes once more: LangServe's pages look for them next to themselves."""
 Kind = Literal["default", "chat"]
 
-_CONFIG = ("configurable",)
 _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+
+
+class _Runnable:
+    """What LangServe asks of a runnable to show its page."""
+
+    @staticmethod
+    def config_schema(include: Any) -> type[Config]:
+        return Config
 
 
 class Conversation(BaseModel):
@@ -63,27 +68,26 @@ class _Enums(GenerateJsonSchema):
 def playground_routes(model: CARDChatModel) -> APIRouter:
     """Pages and schemas, for one model."""
     router = APIRouter(include_in_schema=False)
-    fields: dict[str, Any] = {name: ConfigurableField(id=name) for name in Configurable.model_fields}
-    runnable = model.configurable_fields(**fields)
-    config = runnable.config_schema(include=_CONFIG)
 
     def add(kind: Kind, prefix: str, asked: type[BaseModel]) -> None:
+        schemas: dict[str, type[BaseModel]] = {"input": asked, "output": Answer, "config": Config}
+
         async def page(request: Request, file_path: str) -> Response:
             if (file_path or "index.html") not in _files(kind):
                 raise Refused(Problem(404, "There is no such page.", code="not_found"))
             base = request.scope.get("root_path", "").rstrip("/") + f"{prefix}/playground"
-            response = await serve_playground(
-                runnable, asked, Answer, _CONFIG, base, file_path, False, False, playground_type=kind
+            response = await langserve.playground.serve_playground(
+                cast(Any, _Runnable), asked, Answer, (), base, file_path, False, False, playground_type=kind
             )
             response.headers["content-security-policy"] = _policy(response.body)
             return response
 
         for part in (prefix, prefix + "/c/{config_hash}"):
             router.add_api_route(part + "/playground/{file_path:path}", page)
-            for name, schema in {"input": asked, "output": Answer, "config": config}.items():
+            for name, schema in schemas.items():
                 router.add_api_route(f"{part}/{name}_schema", _says(schema.model_json_schema()))
 
-    add("default", ROOT, model.get_input_schema())
+    add("default", ROOT, cast("type[BaseModel]", model.get_input_schema()))
     add("chat", CHAT, Conversation)
     return router
 
@@ -108,13 +112,5 @@ def _policy(page: bytes | memoryview) -> str:
 @cache
 def _files(kind: Kind) -> frozenset[str]:
     """Paths of a playground's files."""
-    folder = files("langserve") / ("playground" if kind == "default" else "chat_playground") / "dist"
-    return frozenset(_below(folder, ""))
-
-
-def _below(folder: Traversable, path: str) -> list[str]:
-    return [
-        name
-        for each in folder.iterdir()
-        for name in (_below(each, f"{path}{each.name}/") if each.is_dir() else [path + each.name])
-    ]
+    folder = Path(langserve.playground.__file__).parent / ("playground" if kind == "default" else "chat_playground")
+    return frozenset(path.relative_to(folder / "dist").as_posix() for path in (folder / "dist").rglob("*.*"))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from langchain_core.messages import AnyMessage
 from langchain_core.prompt_values import ChatPromptValueConcrete, StringPromptValue
-from pydantic import BaseModel, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
 from typing_extensions import Self
 
 from langchain_card.errors import InvalidInputError
@@ -26,20 +26,38 @@ def _read(value: Any, read: Callable[[Any], Any]) -> Any:
         raise ValueError(f"holds no message of LangChain ({type(error).__name__})") from error
 
 
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "prompt" if "messages" in value else "text prompt"
+    return "messages" if isinstance(value, list) else "text"
+
+
 Input = Annotated[
-    str | StringPromptValue | ChatPromptValueConcrete | list[AnyMessage],
+    Annotated[str, Tag("text")]
+    | Annotated[list[AnyMessage], Tag("messages")]
+    | Annotated[StringPromptValue, Tag("text prompt")]
+    | Annotated[ChatPromptValueConcrete, Tag("prompt")],
+    Discriminator(_kind),
     WrapValidator(_read),
 ]
 """What a chat model may be asked."""
 
 
+def _shown(schema: dict[str, Any]) -> None:
+    """The schema of a field that may be left out, without its null: LangServe's page does not show that."""
+    del schema["default"]
+    schema.update(schema.pop("anyOf")[0])
+
+
 class Configurable(BaseModel):
     """How an answer is decoded; what is left out or null is as the served model has it."""
 
-    stop: str | list[str] | None = None
-    seed: Whole | None = None
-    temperature: Number | None = None
-    max_tokens: Whole | None = None
+    stop: list[str] | str | None = Field(None, description="Texts that end the answer.", json_schema_extra=_shown)
+    seed: Whole | None = Field(None, description="Of the draw: the same answer again.", json_schema_extra=_shown)
+    temperature: Number | None = Field(
+        None, description="0 takes the likeliest token; above, up to 10, tokens are drawn.", json_schema_extra=_shown
+    )
+    max_tokens: Whole | None = Field(None, description="Of the answer, at most.", json_schema_extra=_shown)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,12 +71,7 @@ class Configurable(BaseModel):
 class Config(BaseModel):
     """Of LangChain's `RunnableConfig` what counts here; clients send all of theirs."""
 
-    configurable: Configurable | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Those of a call of the chat model."""
-        return self.configurable.options if self.configurable else {}
+    configurable: Configurable = Field(default_factory=Configurable)
 
 
 class Asked(BaseModel):
@@ -78,12 +91,12 @@ class InvokeRequest(Asked):
     """The body of `/invoke` and `/stream`."""
 
     input: Input
-    config: Config | None = None
+    config: Config = Field(default_factory=Config)
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of a call of the chat model."""
-        return self.config.options if self.config else {}
+        return self.config.configurable.options
 
 
 class LogRequest(InvokeRequest):
@@ -106,7 +119,7 @@ class BatchRequest(Asked):
     """The body of `/batch`."""
 
     inputs: list[Input]
-    config: Config | list[Config] | None = None
+    config: Config | list[Config] = Field(default_factory=Config)
 
     @property
     def options(self) -> list[dict[str, Any]]:
@@ -117,11 +130,11 @@ class BatchRequest(Asked):
         """
         count = len(self.inputs)
         if not isinstance(self.config, list):
-            return [self.config.options if self.config else {}] * count
+            return [self.config.configurable.options] * count
         if len(self.config) != count:
             limit = f"must be one for all inputs, or one for each of the {count:,}"
             raise InvalidInputError("config", f"a list of {len(self.config):,}", limit)
-        return [config.options for config in self.config]
+        return [config.configurable.options for config in self.config]
 
 
 def num_messages(asked: Any) -> int:

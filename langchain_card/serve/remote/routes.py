@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
@@ -24,6 +25,7 @@ from langchain_card.serve.strict import StrictRoute
 
 def remote_routes(service: Service) -> APIRouter:
     """The routes, for one application."""
+    warnings.filterwarnings("ignore", "astream_log is deprecated", DeprecationWarning)  # it would be said each time
     router = APIRouter(route_class=StrictRoute, include_in_schema=False)
     model = service.model
 
@@ -54,7 +56,8 @@ def remote_routes(service: Service) -> APIRouter:
     async def stream_log(body: LogRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
         reader = model.for_consumer(consumer := Consumer())
-        patches: Any = reader.astream_log(body.input, diff=True, **body.filters, **body.options)
+        options: dict[str, Any] = {**body.filters, **body.options}
+        patches = reader.astream_log(body.input, diff=True, **options)
         items = _named(patches, hold=1)
         return await Exchange(service, request, items, consumer, "input").stream(list, WIRE)
 
