@@ -52,12 +52,20 @@ def _shown(schema: dict[str, Any]) -> None:
 class Configurable(BaseModel):
     """How an answer is decoded; what is left out or null is as the served model has it."""
 
-    stop: list[str] | str | None = Field(None, description="Texts that end the answer.", json_schema_extra=_shown)
-    seed: Whole | None = Field(None, description="Of the draw: the same answer again.", json_schema_extra=_shown)
-    temperature: Number | None = Field(
-        None, description="0 takes the likeliest token; above, up to 10, tokens are drawn.", json_schema_extra=_shown
+    stop: list[str] | str | None = Field(
+        default=None, description="Texts that end the answer, and are no part of it.", json_schema_extra=_shown
     )
-    max_tokens: Whole | None = Field(None, description="Of the answer, at most.", json_schema_extra=_shown)
+    seed: Whole | None = Field(
+        default=None, description="Of the draw: with the same one comes the same answer.", json_schema_extra=_shown
+    )
+    temperature: Number | None = Field(
+        default=None,
+        description="0 takes the likeliest token; above, up to 10, tokens are drawn.",
+        json_schema_extra=_shown,
+    )
+    max_tokens: Whole | None = Field(
+        default=None, description="Tokens of the answer at most.", json_schema_extra=_shown
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,7 +79,7 @@ class Configurable(BaseModel):
 class Config(BaseModel):
     """Of LangChain's `RunnableConfig` what counts here; clients send all of theirs."""
 
-    configurable: Configurable = Field(default_factory=Configurable)
+    configurable: Configurable = Configurable()
 
 
 class Asked(BaseModel):
@@ -91,7 +99,7 @@ class InvokeRequest(Asked):
     """The body of `/invoke` and `/stream`."""
 
     input: Input
-    config: Config = Field(default_factory=Config)
+    config: Config = Config()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -119,7 +127,7 @@ class BatchRequest(Asked):
     """The body of `/batch`."""
 
     inputs: list[Input]
-    config: Config | list[Config] = Field(default_factory=Config)
+    config: Config | list[Config] = Config()
 
     @property
     def options(self) -> list[dict[str, Any]]:
