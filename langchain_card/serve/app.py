@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +25,8 @@ from langchain_card.serve.problems import Problem, Refused, validation_problem
 from langchain_card.serve.service import Service
 from langchain_card.serve.settings import Settings
 
-_PROMPTS = {"/v1/chat/": "messages", "/card/": "input"}
-"""By the beginning of a path: the field that holds the prompt."""
+_PROMPTS = {"/v1/chat/*": "messages", "/card/*batch": "inputs", "/card/*": "input"}
+"""By path: the field that holds the prompt."""
 OPEN_PATHS = ("/version",)
 """What needs no key."""
 
@@ -82,8 +83,8 @@ def _add_own_routes(app: FastAPI, service: Service) -> None:
 
 def _add_handlers(app: FastAPI, service: Service) -> None:
     def prompt_of(request: Request) -> str:
-        path = request.url.path
-        return next((name for start, name in _PROMPTS.items() if path.startswith(start)), "prompt")
+        found = (name for pattern, name in _PROMPTS.items() if fnmatchcase(request.url.path, pattern))
+        return next(found, "prompt")
 
     async def invalid(request: Request, error: Any) -> Response:
         return validation_problem(error, prompt_of(request)).response()
