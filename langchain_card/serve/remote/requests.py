@@ -11,13 +11,17 @@ from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, Wrap
 from typing_extensions import Self
 
 from langchain_card.errors import InvalidInputError
+from langchain_card.serve.settings import MOST_MESSAGES
 from langchain_card.serve.strict import Number, Whole
 
 Names = Annotated[list[str], Field(max_length=256)]
 
 
 def _read(value: Any, read: Callable[[Any], Any]) -> Any:
-    """LangChain's messages, whose validators trust what they are given."""
+    """LangChain's messages, whose validators trust what they are given, and take their time."""
+    messages = value.get("messages") if isinstance(value, Mapping) else value
+    if isinstance(messages, list) and len(messages) > MOST_MESSAGES:
+        raise ValueError(f"must have {MOST_MESSAGES:,} messages at most")
     try:
         return read(value)
     except ValidationError:
@@ -126,7 +130,7 @@ class LogRequest(InvokeRequest):
 class BatchRequest(Asked):
     """The body of `/batch`."""
 
-    inputs: list[Input]
+    inputs: Annotated[list[Input], Field(max_length=MOST_MESSAGES)]
     config: Config | list[Config] = Config()
 
     @property
