@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -20,6 +21,8 @@ from langchain_card import CARDChatModel, Limits
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import EngineError
+from langchain_card.serve import Settings
+from langchain_card.serve.following import Following
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,6 +156,22 @@ def test_slow_readers_leave_nothing(model: CARDChatModel, url: str, route: str) 
         assert connection.recv(20)
         time.sleep(0.5)
     assert until(lambda: num_open(model) == 0) < 2.0
+
+
+async def test_an_answer_that_fails_as_it_is_given_up() -> None:
+    """As LangChain's logs do; what nobody has read yet does not keep it."""
+
+    async def items() -> Any:
+        try:
+            while True:
+                yield 1
+        finally:
+            raise RuntimeError
+
+    following = Following(items(), asyncio.Event().wait, Settings(), lambda: True, 10)
+    await asyncio.sleep(0.05)
+    following.close()
+    await asyncio.wait_for(asyncio.gather(following._answer, return_exceptions=True), 5)
 
 
 @pytest.mark.parametrize("route", STREAMS)
