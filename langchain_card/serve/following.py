@@ -56,6 +56,7 @@ class Following(Generic[T]):
         self._now = asyncio.get_running_loop().time
         self._since = self._now()
         self._items: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(_MOST_UNSENT)
+        self._closed = False
         self._answer = asyncio.create_task(self._fill(items))
         self._left = asyncio.create_task(_leaving(receive))
         self._next: asyncio.Task[tuple[T] | Exception | None] | None = None
@@ -66,7 +67,8 @@ class Following(Generic[T]):
                 async for item in items:
                     await self._items.put((item,))
         except Exception as error:
-            await self._items.put(error)
+            if not self._closed:
+                await self._items.put(error)
         else:
             await self._items.put(None)
 
@@ -113,6 +115,7 @@ class Following(Generic[T]):
 
     def close(self) -> None:
         """Gives the answer up, if it is still being written. Nothing is waited for. May be called twice."""
+        self._closed = True
         for task in (self._answer, self._left, self._next):
             if task is not None:
                 task.cancel()
