@@ -45,14 +45,10 @@ class Start:
     Attributes:
         factory: "module:function"; called with `publish`, `report_out_of_memory` and the arguments, it gives a worker.
         arguments: by name.
-        log_level: records of this package below it are not wanted.
-        parent: id of the process that it must not outlive.
     """
 
     factory: str
     arguments: dict[str, Argument]
-    log_level: int
-    parent: int
 
 
 @dataclass(frozen=True, slots=True)
