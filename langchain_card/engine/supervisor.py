@@ -149,7 +149,7 @@ class Supervisor:
                 self._heard = now + START_SECONDS
                 try:
                     self._process, self._restart_at = self._start(), None
-                except EngineError as error:
+                except Exception as error:
                     self._plan_restart(error)
         elif now >= self._heard + self._limits.silence_seconds:
             log.error("the engine's process has said nothing for %g seconds and is ended", self._limits.silence_seconds)
