@@ -151,7 +151,7 @@ def test_one_with_which_it_dies_again_and_again_fails_alone(supervisor: Supervis
 
 def test_a_process_that_cannot_be_started_is_one_that_died(supervisor: Supervisor) -> None:
     supervisor.submit(consumer := Waiting())
-    FAILING.append(EngineError("engine process", "python", "could not be started (no memory)"))
+    FAILING.append(RuntimeError("can't start new thread"))
     assert die(0).pid == 1
     settle(supervisor)
     assert not FAILING and LIVES[1].asked == [(0, ())]
