@@ -22,10 +22,10 @@ from langchain_card.transports import engine_frames as f
 class Scripted:
     """In place of a process: says what a test wants it to say."""
 
-    def __init__(self, *_: Any, on_message: Any, on_death: Any, **options: Any) -> None:
+    def __init__(self, config: EngineConfig, hear: Any, die: Any) -> None:
         self.pid, self.sent = len(LIVES), list[Any]()
-        self.say: Any = on_message
-        self.die: Any = lambda: on_death(EngineError("engine process", self.pid, "was killed by the test"))
+        self.say: Any = hear
+        self.die: Any = lambda: die(EngineError("engine process", self.pid, "was killed by the test"))
         if FAILING:
             raise FAILING.pop()
         LIVES.append(self)
@@ -70,7 +70,7 @@ FAILING: list[Exception] = []
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     LIVES.clear()
     FAILING.clear()
-    monkeypatch.setattr("langchain_card.engine.supervisor.ChildProcess", Scripted)
+    monkeypatch.setattr("langchain_card.engine.supervisor.start_engine", Scripted)
     made = Supervisor(EngineConfig("a", None, limits=Limits(restart_seconds=0.01)))
     LIVES[0].say(f.Loaded(Limits()))
     made.wait_ready()

@@ -15,16 +15,14 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.messages import TARGET, Emit
 from langchain_card.core.request import FinishReason
 from langchain_card.core.workers import Life, Workers
+from langchain_card.engine.engine_process import NAME, start_engine
 from langchain_card.engine.open_request import OpenRequest
 from langchain_card.errors import EngineClosedError, EngineError
 from langchain_card.ports import Clock, Consumer, Health
 from langchain_card.transports import engine_frames as f
 from langchain_card.transports.processes import ChildProcess
-from langchain_card.transports.thread import MessageQueue
 
 log = logging.getLogger(__name__)
-
-NAME = "engine process"
 
 START_SECONDS = 60.0
 """For the process to say its first word, beside the silence that is allowed."""
@@ -157,17 +155,8 @@ class Supervisor:
             self._process.kill()
 
     def _start(self) -> ChildProcess:
-        return ChildProcess(
-            "langchain_card.engine.child",
-            NAME,
-            thread_name="card-engine",
-            sends=f.TO_ENGINE,
-            takes=f.FROM_ENGINE,
-            first=f.Load(self._config),
-            outbox=MessageQueue(),
-            on_message=functools.partial(self._do, self._hear),
-            on_death=functools.partial(self._do, self._lose),
-        )
+        hear, lose = functools.partial(self._do, self._hear), functools.partial(self._do, self._lose)
+        return start_engine(self._config, hear, lose)
 
     def _send(self, message: Any) -> None:
         if self._is_up:
