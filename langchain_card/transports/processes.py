@@ -20,15 +20,15 @@ from langchain_card.transports.thread import MessageQueue
 
 log = logging.getLogger(__name__)
 
-END_SECONDS = 1.0
-"""For a process to end by itself; as much again after it was asked to; then it is killed."""
+END_SECONDS = 2.0
+"""For a process to end by itself; then it is killed."""
 PARENT_POLL_SECONDS = 1.0
 BEAT_SECONDS = 1.0
 
-# Ctrl-C reaches every process of a terminal; it is the parent's to decide what it means.
+# Ctrl-C reaches every process of a terminal, and SIGTERM every one of a service; the parent decides what they mean.
 _CODE = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[4:]; "
-    "from {} import main; main()"
+    "import signal, sys; [signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)]; "
+    "sys.path[:] = sys.argv[4:]; from {} import main; main()"
 )
 
 
@@ -149,10 +149,7 @@ def _spawn(module: str, name: str) -> tuple[subprocess.Popen[bytes], socket.sock
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a process whose connection has ended, with more and more force; its exit code."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(END_SECONDS)
-    process.terminate()
+    """Waits for a process whose connection has ended, at last with force; its exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(END_SECONDS)
     process.kill()
