@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 CALLED = [("add", {"a": 1, "b": -2}), ("weather", {"place": "Ō\n"})]
 CARD = {"schedule", "tokens_per_second", "mean_accepted_length", "hit_rate", "accepted_by_source", "seed"}
 STATS = {"rounds", "output_tokens", "accepted", "mean_accepted_length", "acceptance_rate", "hit_rate", "schedule"}
+STATS |= {"seconds", "target_busy_seconds", "draft_busy_seconds"}
 THINKS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
     "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"

@@ -19,11 +19,12 @@ from langchain_card.serve.metrics import CLIENT_LEFT, Counting
 from langchain_card.serve.openai.chat import chat_routes
 from langchain_card.serve.openai.completions import completion_routes
 from langchain_card.serve.openai.models import model_routes
+from langchain_card.serve.page import PAGE_PATHS, page_routes
 from langchain_card.serve.problems import Problem, Refused, validation_problem
 from langchain_card.serve.service import Service
 from langchain_card.serve.settings import Settings
 
-OPEN_PATHS = ("/version",)
+OPEN_PATHS = ("/version", *PAGE_PATHS)
 """What needs no key."""
 
 
@@ -53,6 +54,7 @@ def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAP
     app.add_middleware(Counting, metrics=service.metrics)
     for routes in (chat_routes, completion_routes, model_routes):
         app.include_router(routes(service))
+    app.include_router(page_routes())
     _add_own_routes(app, service)
     _add_handlers(app, service)
     return app
