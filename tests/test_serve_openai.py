@@ -207,6 +207,10 @@ def test_streams_tell_who_proposed_each_token(model: CARDChatModel, client: open
     assert {name: proposed.count(name) for name in set(proposed)} == end.card["accepted_by_source"] and proposed
     counts = [chunk.card["stats"]["output_tokens"] for chunk in others]
     assert counts == sorted(counts) and counts[-1] == len(tokens)
+    for name in ("seconds", "target_busy_seconds", "draft_busy_seconds"):
+        times = [chunk.card["stats"][name] for chunk in [*others, end]]
+        assert times == sorted(times) and times[0] >= 0 and (times[-1] > 0 or name.startswith("draft"))
+    assert 0 < times[-1] + end.card["stats"]["target_busy_seconds"] <= 2.1 * end.card["stats"]["seconds"]
 
 
 # Tools.

@@ -56,7 +56,7 @@ export class Answer {
     this.#block.append(token);
     this.#line.push([token, part]);
     if (!this.#inFence && FENCE.test(this.#line.map(([, text]) => text).join(""))) this.#openFence();
-    if (this.#inFence) this.#line.forEach(([each, text]) => (each.textContent = text.replaceAll("`", "")));
+    if (this.#inFence) this.#line.forEach(([each, text]) => (each.textContent = text.replace(/[`\n]/g, "")));
     if (!part.endsWith("\n")) return;
     this.#line = [];
     if (this.#inFence) this.#closeFence();

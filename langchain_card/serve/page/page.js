@@ -85,10 +85,10 @@ function finish(answer, { stats, usage }, remark) {
   if (answer.isEmpty && remark) answer.element.remove();
   const words = remark ? [remark] : [];
   if (stats) {
-    words.push(`${stats.output_tokens} tokens, ${stats.accepted} of them guessed`, `${speed(stats)} tokens/s`);
+    words.push(`${stats.accepted} of ${stats.output_tokens} tokens drafted`, `${speed(stats)} tokens/s`);
   }
   const known = usage?.prompt_tokens_details.cached_tokens;
-  if (usage) words.push(`prompt of ${usage.prompt_tokens}${known ? `, ${known} known before` : ""}`);
+  if (usage) words.push(`prompt of ${usage.prompt_tokens} tokens${known ? `, ${known} read before` : ""}`);
   answer.note(words.join(" · "));
   say(`${remark || "The answer is complete"}.`);
 }
@@ -198,7 +198,7 @@ function follow(always = false) {
 log.addEventListener("scroll", () => {
   const left = log.scrollHeight - log.clientHeight - log.scrollTop;
   if (log.scrollTop < scrolled && left > 4) following = false;
-  else if (left < 40) following = true;
+  else if (log.scrollTop > scrolled && left < log.clientHeight / 4) following = true;
   scrolled = log.scrollTop;
 });
 
@@ -220,4 +220,5 @@ document.addEventListener("keydown", (event) => {
   const closing = at("keys").open || at("settings").matches(":popover-open");
   if (event.key === "Escape" && !closing) running?.abort();
 });
+new ResizeObserver(() => follow()).observe(log);
 open();
