@@ -86,6 +86,7 @@ def test_what_is_stopped_stays(model: CARDChatModel, tab: Tab, how: str) -> None
     with says(model, SAGA, prompts):
         tab.ask("one")
         until(lambda: len(tab.said()) > 20)
+        expect(tab.page.locator("#speed")).to_have_text(re.compile(r"\d"))
         assert num_open(model) == 1
         tab.button.click() if how == "button" else tab.page.keyboard.press(how)
         assert until(lambda: num_open(model) == 0) < 2.0
