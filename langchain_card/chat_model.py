@@ -197,7 +197,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
         join_group(generation)
         if self._consumer is not None:
             self._consumer.reads(generation)
-        return Answer(generation, self.model, shape)
+        return Answer(generation, self._shown_name or self.model, shape)
 
     @answering
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -24,7 +25,8 @@ EXACTNESS: tuple[str, ...] = get_args(Exactness)
 EXECUTIONS: tuple[str, ...] = get_args(Execution)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 NGRAM = "ngram"
-
+MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
+DRAFT_VARIABLE = "LANGCHAIN_CARD_DRAFT_MODEL"
 
 _MAY_BE_ZERO = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
 
@@ -190,6 +192,17 @@ class EngineConfig:
     def has_ngram(self) -> bool:
         """Whether n-gram lookup proposes candidates."""
         return self.draft_model == NGRAM or (self.draft_model is not None and self.ngram)
+
+
+def default_model() -> str:
+    """The target where nobody names one: the environment's, else the built-in one."""
+    return os.environ.get(MODEL_VARIABLE) or EngineConfig().model
+
+
+def default_draft_model() -> str | None:
+    """Likewise the draft; `"none"` in the environment is None."""
+    named = os.environ.get(DRAFT_VARIABLE) or EngineConfig().draft_model
+    return None if named == "none" else named
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from played import make_pair
-from served import error_of
+from served import error_of, until
+from test_process_transport import gone
 from test_serve_answers import LONG, posted
 
 from langchain_card.cli import main
@@ -102,8 +104,21 @@ def test_insecure_is_loud_and_draining_has_an_end(server: Process) -> None:
     assert httpx.get(f"{server.url}/v1/models", headers={"host": "any.example"}).status_code == 200
     body = {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG, "stream": True}
     with posted(server.url, CHAT, body) as running:
-        running.recv(1000)
+        seen = running.recv(1000)
         assert server.end() == 0
+        while piece := running.recv(1 << 16):
+            seen = seen[-1000:] + piece
+    assert b'"code":"shutting_down"' in seen and b"[DONE]" not in seen
+    assert "Traceback" not in server.said
+
+
+def test_nothing_outlives_a_server_that_is_killed(server: Process) -> None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(children) == 1, "the engine has a process of its own"
+    running = posted(server.url, CHAT, {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG})
+    server.end(signal.SIGKILL)
+    running.close()
+    until(lambda: all(gone(child.pid) for child in children), 10)
 
 
 def test_keys_from_a_file(pair: tuple[str, ...], tmp_path: Path) -> None:

@@ -270,10 +270,14 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
+def forever() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
 async def test_whatever_ends_it_frees_the_items() -> None:
     freed: list[str] = []
     settings = Settings(keep_alive_seconds=0.05, max_wait_seconds=10)
-    whole = Following(items(0, 0.12, 0, freed=freed), never, settings, lambda: True, 10)
+    whole = Following(items(0, 0.12, 0, freed=freed), never, settings, forever(), lambda: True, 10)
     assert [each async for each in whole] == [0, None, None, 0.12, 0] and freed == ["freed"]
     whole.close()
     for end in ("close", "leave"):
@@ -284,7 +288,7 @@ async def test_whatever_ends_it_frees_the_items() -> None:
             await left.wait()
             return {"type": "http.disconnect"}
 
-        following = Following(items(0, 30, freed=freed), receive, settings, lambda: True, 10)
+        following = Following(items(0, 30, freed=freed), receive, settings, forever(), lambda: True, 10)
         assert await anext(following) == 0
         if end == "leave":
             left.set()

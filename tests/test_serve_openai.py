@@ -341,7 +341,7 @@ def test_models(client: openai.OpenAI, url: str, model: CARDChatModel) -> None:
     assert [each.id for each in client.models.list()] == [NAME, "alias"]
     found = client.models.retrieve("alias")
     assert (found.id, found.object, found.owned_by, found.max_model_len) == ("alias", "model", "langchain-card", 8192)  # type: ignore[attr-defined]
-    assert client.chat.completions.create(**ask(max_tokens=2) | {"model": "alias"}).model == NAME
+    assert client.chat.completions.create(**ask(max_tokens=2) | {"model": "alias"}).model == "alias"
     assert httpx.get(f"{url}/version").json()["version"]
 
 

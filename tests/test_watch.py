@@ -16,7 +16,7 @@ from test_process_transport import gone, wait_until
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.watch import FIRST_SECONDS, LEAST_SECONDS, StepWatch
+from langchain_card.engine.watch import BETWEEN_SECONDS, FIRST_SECONDS, LEAST_SECONDS, StepWatch
 from langchain_card.ports import Health
 from langchain_card.transports import process
 
@@ -61,6 +61,22 @@ def test_long_texts_take_long() -> None:
         clock.now += 8
     assert watch.budget(512) == 10 * 2 * 8
     assert watch.budget(200) == 10 * 8
+
+
+def test_a_step_that_is_due_begins_in_time() -> None:
+    clock = Time()
+    watch = StepWatch(clock)
+    clock.now += 10 * BETWEEN_SECONDS
+    assert watch.health().ok and not watch.health(due=True).ok
+    watch.expect()
+    assert watch.health(due=True) == Health("up", 0.0, BETWEEN_SECONDS)
+    clock.now += BETWEEN_SECONDS
+    with watch.step(1):
+        clock.now += BETWEEN_SECONDS
+        assert watch.health(due=True).ok, "it runs"
+    assert watch.health(due=True).busy == 0
+    clock.now += BETWEEN_SECONDS + 1
+    assert watch.health().ok and not watch.health(due=True).ok
 
 
 def test_a_step_that_raises_has_ended() -> None:

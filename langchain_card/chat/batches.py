@@ -127,6 +127,18 @@ class Batches(BaseChatModel):
         found = dict(await _collect(self._arun(inputs, config, return_exceptions, kwargs)))
         return [found[i] for i in range(len(inputs))]
 
+    async def abatch_with(self, inputs: Sequence[Any], options: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """`abatch` of inputs with options of their own, one mapping for each."""
+
+        async def call(i: int) -> tuple[int, Any]:
+            return i, await self.ainvoke(inputs[i], **options[i])
+
+        concurrency = min(max(len(inputs), 1), self._concurrency())
+        if inputs:
+            self._announce(min(len(inputs), concurrency), {})
+        found = dict(await _collect(_in_tasks(call, len(inputs), concurrency)))
+        return [found[i] for i in range(len(inputs))]
+
     @override
     async def abatch_as_completed(
         self,

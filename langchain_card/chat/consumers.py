@@ -31,28 +31,27 @@ T = TypeVar("T")
 
 
 class Consumer:
-    """Whoever reads an answer; `leave` ends it.
+    """Whoever reads an answer, or those of a batch; `leave` ends them.
 
     Attributes:
-        generation: which writes the answer; None until it begins to be one of the engine's requests.
+        generations: which write the answers, each from when it is one of the engine's requests.
     """
 
     def __init__(self) -> None:
         self._left = False
-        self.generation: Generation | None = None
+        self.generations: list[Generation] = []
 
     def reads(self, generation: Generation) -> None:
-        """Its answer begins; at once ended when it left before."""
-        self.generation = generation
+        """An answer begins; at once ended when its consumer left before."""
+        self.generations.append(generation)
         if self._left:
             self.leave()
 
     def leave(self) -> None:
         """Called on any thread, when nothing of the stream is left."""
         self._left = True
-        if self.generation is not None:
-            limit = "its stream was dropped"
-            self.generation.abort(GenerationAbortedError("request", self.generation.request.request_id, limit))
+        for generation in [*self.generations]:
+            generation.abort(GenerationAbortedError("request", generation.request.request_id, "its reader has left"))
 
 
 class EventStreams(BaseChatModel):

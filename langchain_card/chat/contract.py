@@ -10,7 +10,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import BaseMessage
-from pydantic import ConfigDict, Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 from typing_extensions import Self, override
 
 from langchain_card.chat.boundary import langchain_errors
@@ -42,6 +42,8 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     """Accepted so that models can be interchanged; without effect."""
     api_key: SecretStr | None = Field(default=None, exclude=True)
     """Accepted so that models can be interchanged; without effect."""
+    _shown_name: str | None = PrivateAttr(default=None)
+    """What answers and traces call the model, where its own name is not for everybody; None for `model`."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -161,6 +163,8 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=self._stop_strings(stop), **kwargs)
         params["ls_provider"] = "card"
+        if self._shown_name is not None:
+            params["ls_model_name"] = self._shown_name
         return params
 
     def _stop_strings(self, stop: str | list[str] | None) -> list[str] | None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from langchain_card.config import DraftTransport, Dtype, EngineConfig, Exactness, Execution, Limits, Pins
+from langchain_card.config import (
+    DraftTransport,
+    Dtype,
+    EngineConfig,
+    Exactness,
+    Execution,
+    Limits,
+    Pins,
+    default_draft_model,
+    default_model,
+)
 from langchain_card.runtime.store import ModelStore
-
-MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
-DRAFT_VARIABLE = "LANGCHAIN_CARD_DRAFT_MODEL"
-
-
-def _default_model() -> str:
-    return os.environ.get(MODEL_VARIABLE) or EngineConfig().model
-
-
-def _default_draft() -> str | None:
-    named = os.environ.get(DRAFT_VARIABLE) or EngineConfig().draft_model
-    return None if named == "none" else named
 
 
 class EngineOptions(BaseModel):
@@ -28,10 +25,10 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    model: str = Field(default_factory=_default_model, validation_alias=AliasChoices("model", "model_name"))
+    model: str = Field(default_factory=default_model, validation_alias=AliasChoices("model", "model_name"))
     """The target: a built-in name, a folder with safetensors, a GGUF file or a hub id. Also `model_name`. The
     environment's `LANGCHAIN_CARD_MODEL` is another default. A call may name another model."""
-    draft_model: str | None = Field(default_factory=_default_draft)
+    draft_model: str | None = Field(default_factory=default_draft_model)
     """The draft, named likewise; `"ngram"` for prompt lookup without a draft, None for plain decoding. The
     environment's `LANGCHAIN_CARD_DRAFT_MODEL` is another default, with `none` for None. A call may name another."""
     device: str = "auto"

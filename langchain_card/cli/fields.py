@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, EngineConfig
+from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, default_draft_model, default_model
 
 
 def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     """Add models, devices and number formats."""
-    defaults = EngineConfig()
-    parser.add_argument("--model", default=defaults.model, help="target model (%(default)s)")
-    parser.add_argument(
-        "--draft-model", default=defaults.draft_model, help='draft model, "ngram" or "none" (%(default)s)'
-    )
+    draft = default_draft_model() or "none"
+    parser.add_argument("--model", default=default_model(), help="target model (%(default)s)")
+    parser.add_argument("--draft-model", default=draft, help='draft model, "ngram" or "none" (%(default)s)')
     parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--draft-device", default="auto", help="of the draft")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ipaddress
 import signal
 import sys
@@ -16,8 +17,11 @@ from langchain_card.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
+    from langchain_card.serve.service import Service
     from langchain_card.serve.settings import Settings
 
+_GOODBYE_SECONDS = 5
+"""For clients to read that their answer was ended."""
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _WARNING = """\
 langchain-card: WARNING: --insecure: everybody who reaches {host}:{port} may use the model, without a key and without
@@ -29,6 +33,8 @@ def register(subparsers: Any) -> None:
     limits, params = Limits(), SamplingParams()
     parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
     add_engine_fields(parser)
+    isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
+    parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=params.max_tokens, help="likewise (%(default)s)")
     parser.add_argument("--temperature", type=float, default=params.temperature, help="likewise (%(default)s)")
@@ -53,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
     check_address(args.host, args.port, bool(keys), args.insecure)
     check_range("--drain", args.drain, 0, 86_400)
     limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
-    config = EngineConfig(**engine_fields(args), max_model_len=args.max_model_len, limits=limits)
+    fields = {**engine_fields(args), "isolate": args.isolate, "max_model_len": args.max_model_len, "limits": limits}
+    config = EngineConfig(**fields)
     SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
     if not keys and not is_loopback(args.host):
         print(_WARNING.format(host=args.host, port=args.port), file=sys.stderr)
-    _serve(_model(args, config), _settings(args, keys), args)
+    _serve(_model(args, config, fields), _settings(args, keys), args)
     return 0
 
 
@@ -93,7 +100,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _model(args: argparse.Namespace, config: EngineConfig) -> CARDChatModel:
+def _model(args: argparse.Namespace, config: EngineConfig, fields: dict[str, Any]) -> CARDChatModel:
     from langchain_card.chat_model import CARDChatModel
     from langchain_card.runtime.store import ModelStore
 
@@ -101,7 +108,7 @@ def _model(args: argparse.Namespace, config: EngineConfig) -> CARDChatModel:
         if name is not None:
             ModelStore().check(name, field=field)
     said = {"schedule": args.schedule, "max_tokens": args.max_tokens, "temperature": args.temperature}
-    return CARDChatModel(**engine_fields(args), max_model_len=config.max_model_len, limits=config.limits, **said)
+    return CARDChatModel(**fields, **said)
 
 
 def _settings(args: argparse.Namespace, keys: tuple[str, ...]) -> Settings:
@@ -125,15 +132,21 @@ def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -
     from langchain_card.serve import create_app
 
     app = create_app(model, settings)
+    service: Service = app.state.service
 
     class Server(uvicorn.Server):
         """Takes no new requests once it was asked to end; a second ctrl-c does not wait for those that run."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             self.force_exit = self.should_exit and sig == signal.SIGINT
-            self.should_exit = app.state.service.draining = True
+            self.should_exit = service.draining = True
 
+        async def shutdown(self, sockets: Any = None) -> None:
+            asyncio.get_running_loop().call_later(args.drain, service.end)
+            await super().shutdown(sockets)
+
+    end = args.drain + _GOODBYE_SECONDS
     config = uvicorn.Config(
-        app, host=args.host, port=args.port, timeout_graceful_shutdown=args.drain, server_header=False, ws="none"
+        app, host=args.host, port=args.port, timeout_graceful_shutdown=end, server_header=False, ws="none"
     )
     Server(config).run()

@@ -92,6 +92,8 @@ class Driver:
             self._announced = max(0, self._announced - 1) if now < self._next_until else 0
             self._next_until = min(now + GATHER_SECONDS, self._all_until)
             if self._error is None:
+                if not self._consumers:
+                    self._watch.expect()
                 self._consumers[request.request_id] = consumer
                 self.post(lambda now: m.Submitted(request, now, begun))
                 return
@@ -104,6 +106,8 @@ class Driver:
 
     def pause(self, request_id: int, paused: bool) -> None:
         """Holds a request that nobody reads, or lets it go on."""
+        if not paused and not self._is_due():
+            self._watch.expect()
         self.post(lambda now: m.Paused(request_id, paused, now))
 
     def drain(self) -> None:
@@ -122,10 +126,17 @@ class Driver:
 
     def health(self) -> dict[str, Health]:
         """Of the target and the drafters, by name."""
-        found = {m.TARGET: self._watch.health(), **{name: own.health() for name, own in self.transports.items()}}
+        found = {name: own.health() for name, own in self.transports.items()}
+        drafts = any(health.busy and health.ok for health in found.values())  # perhaps on the target's thread
+        found[m.TARGET] = self._watch.health(due=self._is_due() and not drafts)
         lives = self.coordinator.workers
         states = {name: "given up" if self._error is not None else lives.life(name).value for name in found}
         return {name: replace(health, state=states[name]) for name, health in found.items()}
+
+    def _is_due(self) -> bool:
+        """Whether a request could go on."""
+        scheduler = self.coordinator.scheduler
+        return any(not state.paused for state in [*scheduler.running.values(), *scheduler.waiting.copy()])
 
     def close(self) -> None:
         """Ends the loop after the current step; requests that still run fail."""

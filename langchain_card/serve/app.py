@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -15,6 +17,7 @@ from langchain_card.chat_model import CARDChatModel
 from langchain_card.errors import CARDError
 from langchain_card.serve.following import ClientLeft
 from langchain_card.serve.guard import Guard
+from langchain_card.serve.health import health_routes
 from langchain_card.serve.metrics import CLIENT_LEFT, Counting
 from langchain_card.serve.openai.chat import chat_routes
 from langchain_card.serve.openai.completions import completion_routes
@@ -24,8 +27,10 @@ from langchain_card.serve.problems import Problem, Refused, validation_problem
 from langchain_card.serve.service import Service
 from langchain_card.serve.settings import Settings
 
-OPEN_PATHS = ("/version", *PAGE_PATHS)
-"""What needs no key."""
+_PROMPTS = {"/v1/chat/*": "messages", "/card/*batch": "inputs", "/card/*": "input"}
+"""By path: the field that holds the prompt."""
+OPEN_PATHS = ("/health", "/version", *PAGE_PATHS)
+"""What needs no key, and is answered while others are not."""
 
 
 def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAPI:
@@ -52,12 +57,21 @@ def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAP
     app.state.service = service
     app.add_middleware(Guard, service=service, open_paths=OPEN_PATHS)
     app.add_middleware(Counting, metrics=service.metrics)
-    for routes in (chat_routes, completion_routes, model_routes):
+    for routes in (chat_routes, completion_routes, model_routes, health_routes, *_remote_routes()):
         app.include_router(routes(service))
     app.include_router(page_routes())
     _add_own_routes(app, service)
     _add_handlers(app, service)
     return app
+
+
+def _remote_routes() -> list[Callable[[Service], APIRouter]]:
+    """LangServe's, where it is installed."""
+    if find_spec("langserve") is None:
+        return []
+    from langchain_card.serve.remote.routes import remote_routes
+
+    return [remote_routes]
 
 
 def _add_own_routes(app: FastAPI, service: Service) -> None:
@@ -72,7 +86,8 @@ def _add_own_routes(app: FastAPI, service: Service) -> None:
 
 def _add_handlers(app: FastAPI, service: Service) -> None:
     def prompt_of(request: Request) -> str:
-        return "messages" if request.url.path.startswith("/v1/chat/") else "prompt"
+        found = (name for pattern, name in _PROMPTS.items() if fnmatchcase(request.url.path, pattern))
+        return next(found, "prompt")
 
     async def invalid(request: Request, error: Any) -> Response:
         return validation_problem(error, prompt_of(request)).response()

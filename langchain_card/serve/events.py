@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
+from langchain_card.serve.problems import Problem
+
 KEEP_ALIVE = b": still there\n\n"
-DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 def event(data: Mapping[str, Any]) -> bytes:
     """One event that holds a JSON object."""
     return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How the events of a stream say what.
+
+    Attributes:
+        piece: the event of a piece of the answer.
+        end: the last event of an answer that is whole.
+        error: the last event of one that fails.
+    """
+
+    piece: Callable[[Any], bytes]
+    end: bytes
+    error: Callable[[Problem], bytes]
+
+
+OPENAI = Wire(event, b"data: [DONE]\n\n", lambda problem: event(problem.body))
 
 
 class EventStream(StreamingResponse):

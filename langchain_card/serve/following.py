@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive
 from typing_extensions import Self
 
-from langchain_card.errors import EngineWaitError, GenerationTimeoutError
+from langchain_card.errors import EngineClosedError, EngineWaitError, GenerationTimeoutError
 from langchain_card.serve.settings import Settings
 
 T = TypeVar("T")
@@ -32,11 +32,13 @@ class Following(Generic[T]):
         items: the answer; closing the generator frees what it holds.
         receive: of the request, whose body was read.
         settings: how long to wait for what.
+        ending: done when the server waits for no answer any longer.
         begun: whether the engine works for the answer.
         deadline_seconds: of this answer.
 
     Raises:
         ClientLeft: while iterating; the client has closed the connection.
+        EngineClosedError: the server ends.
         EngineWaitError: `max_wait_seconds` passed and it had not begun.
         GenerationTimeoutError: `deadline_seconds` passed.
     """
@@ -46,13 +48,15 @@ class Following(Generic[T]):
         items: AsyncGenerator[T, None],
         receive: Receive,
         settings: Settings,
+        ending: asyncio.Future[None],
         begun: Callable[[], bool],
         deadline_seconds: float,
     ) -> None:
-        self._settings, self._begun, self._seconds = settings, begun, deadline_seconds
+        self._settings, self._ending, self._begun, self._seconds = settings, ending, begun, deadline_seconds
         self._now = asyncio.get_running_loop().time
         self._since = self._now()
         self._items: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(_MOST_UNSENT)
+        self._closed = False
         self._answer = asyncio.create_task(self._fill(items))
         self._left = asyncio.create_task(_leaving(receive))
         self._next: asyncio.Task[tuple[T] | Exception | None] | None = None
@@ -63,7 +67,8 @@ class Following(Generic[T]):
                 async for item in items:
                     await self._items.put((item,))
         except Exception as error:
-            await self._items.put(error)
+            if not self._closed:
+                await self._items.put(error)
         else:
             await self._items.put(None)
 
@@ -75,9 +80,12 @@ class Following(Generic[T]):
         while True:
             self._next = self._next or asyncio.create_task(self._items.get())
             patience = self._patience(silent_until)
-            await asyncio.wait({self._next, self._left}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            events: set[asyncio.Future[Any]] = {self._next, self._left, self._ending}
+            await asyncio.wait(events, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if self._left.done():
                 raise ClientLeft
+            if self._ending.done():
+                raise EngineClosedError("server", "ending", "it waits for no answer any longer", "ask again")
             if self._next.done():
                 return self._took(self._next.result())
             if self._now() >= silent_until:
@@ -107,6 +115,7 @@ class Following(Generic[T]):
 
     def close(self) -> None:
         """Gives the answer up, if it is still being written. Nothing is waited for. May be called twice."""
+        self._closed = True
         for task in (self._answer, self._left, self._next):
             if task is not None:
                 task.cancel()

@@ -88,7 +88,7 @@ _UNSAID: tuple[tuple[type[CARDError], Problem], ...] = (
     (errors.EngineClosedError, CLOSED),
     (errors.EngineError, _FAILED),
 )
-_PROMPTS = ("prompt", "prompt_ids", "content")
+_PROMPTS = ("prompt", "prompt_ids", "content", "messages")
 
 
 def problem_of(error: BaseException, prompt: str, names: Mapping[str, str] | None = None) -> Problem:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
+from langchain_card.chat.consumers import Consumer
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.config import check_range
-from langchain_card.engine.generation import Generation
 from langchain_card.errors import InvalidInputError
-from langchain_card.serve.events import DONE, KEEP_ALIVE, EventStream, event
+from langchain_card.serve.events import KEEP_ALIVE, OPENAI, EventStream, Wire
 from langchain_card.serve.following import ClientLeft, Following
 from langchain_card.serve.metrics import CLIENT_LEFT, Metrics
 from langchain_card.serve.problems import INTERNAL, Problem, Refused, problem_of
@@ -38,7 +38,10 @@ class Service:
         settings: the same.
         metrics: what is counted.
         draining: True refuses new requests, while those that run go on.
+        ending: done when nothing goes on any longer; there from `open` on.
     """
+
+    ending: asyncio.Future[None]
 
     def __init__(self, model: CARDChatModel, settings: Settings) -> None:
         self.model = model.model_copy(update={"output_version": "v0", "streaming": None})
@@ -46,11 +49,19 @@ class Service:
         own = os.path.basename(os.path.normpath(model.model))
         self.names: tuple[str, ...] = settings.model_names or (own,)
         models = [name for name in (model.model, model.draft_model) if name is not None]
+        self.model._shown_name = self.names[0]
         self._shown = {name: os.path.basename(name) for name in models if os.sep in name} | {model.model: self.names[0]}
 
     async def open(self) -> None:
         """Loads the model."""
+        self.ending = asyncio.get_running_loop().create_future()
         await asyncio.to_thread(self.model.load)
+
+    def end(self) -> None:
+        """Lets answers that are still being written end with an error. Called on the loop; may be called twice."""
+        self.draining = True
+        if not self.ending.done():
+            self.ending.set_result(None)
 
     async def close(self) -> None:
         """Gives back what `open` has taken; the last user's answers end."""
@@ -102,7 +113,7 @@ class Exchange(Generic[T]):
         service: of the application.
         request: whose body was read.
         items: the answer; closing the generator frees what it holds.
-        generation: which writes it, as soon as there is one.
+        consumer: of the answer, by which the model was told to write it.
         prompt: the field of the request that holds the prompt.
     """
 
@@ -111,16 +122,15 @@ class Exchange(Generic[T]):
         service: Service,
         request: Request,
         items: AsyncGenerator[T, None],
-        generation: Callable[[], Generation | None],
+        consumer: Consumer,
         prompt: str,
     ) -> None:
-        self._service, self._request, self._generation, self._prompt = service, request, generation, prompt
+        self._service, self._request, self._consumer, self._prompt = service, request, consumer, prompt
         deadline = service.deadline(request.headers)
-        self._following = Following(items, request.receive, service.settings, self._begun, deadline)
+        self._following = Following(items, request.receive, service.settings, service.ending, self._begun, deadline)
 
     def _begun(self) -> bool:
-        generation = self._generation()
-        return generation is not None and (generation.stats is not None or generation.finished)
+        return any(each.stats is not None or each.finished for each in self._consumer.generations)
 
     async def whole(self) -> T:
         """The only item of an answer that is not streamed."""
@@ -132,11 +142,12 @@ class Exchange(Generic[T]):
         finally:
             self._close()
 
-    async def stream(self, data: Callable[[T], Iterable[Mapping[str, Any]]]) -> EventStream:
+    async def stream(self, pieces: Callable[[T], Iterable[Any]], wire: Wire = OPENAI) -> EventStream:
         """The items as events, when the first one has come; errors until then are raised.
 
         Args:
-            data: JSON objects, one an event, that an item becomes.
+            pieces: that an item becomes, one an event.
+            wire: how they are said.
         """
         try:
             first = await anext(self._following)
@@ -144,30 +155,36 @@ class Exchange(Generic[T]):
             self._close()
             raise
         self._request.state.outcome = CLIENT_LEFT  # until it has ended otherwise
-        return EventStream(self._events(first, data), self._close)
+        return EventStream(self._events(first, pieces, wire), self._close)
 
     async def _events(
-        self, item: T | None, data: Callable[[T], Iterable[Mapping[str, Any]]]
+        self, item: T | None, pieces: Callable[[T], Iterable[Any]], wire: Wire
     ) -> AsyncGenerator[bytes, None]:
         try:
             while True:
                 if item is None:
                     yield KEEP_ALIVE
                 else:
-                    for each in data(item):
-                        yield event(each)
+                    for piece in pieces(item):
+                        yield wire.piece(piece)
                 item = await anext(self._following)
         except StopAsyncIteration:
             self._request.state.outcome = 200
-            yield DONE
+            yield wire.end
         except ClientLeft:
             return
         except Exception as error:
             problem = self._service.problem(error, self._prompt)
             self._request.state.outcome = problem.status
-            yield event(problem.body)
+            yield wire.error(problem)
 
     def _close(self) -> None:
         self._following.close()
-        if (generation := self._generation()) is not None:
+        self._consumer.leave()
+        for generation in self._consumer.generations:
             self._service.metrics.count_answer(generation)
+
+
+async def once(answer: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
+    """An answer that is not streamed, as the only item of an `Exchange`."""
+    yield await answer()

@@ -16,7 +16,7 @@ class Settings:
 
     Attributes:
         api_keys: each opens every route, as `Authorization: Bearer KEY`; where there are none, everybody may come in.
-        model_names: by which requests may name the model, the first of which is shown; None for the last part of its
+        model_names: by which requests may name the model, and answers name it then; None for the last part of its
             own name, which is no path.
         hosts: that requests may name in `Host`, without a port; None for any. It keeps web pages, whose names are made
             to lead here, away from a server without keys.

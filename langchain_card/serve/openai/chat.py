@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessageChunk
 
 from langchain_card.chat.consumers import Consumer
 from langchain_card.serve.openai.messages import to_messages
 from langchain_card.serve.openai.objects import ChatChunks, chat_completion
-from langchain_card.serve.openai.requests import STREAMED, StrictRoute
+from langchain_card.serve.openai.requests import STREAMED
 from langchain_card.serve.openai.schemas import ChatRequest
-from langchain_card.serve.service import Exchange, Service
+from langchain_card.serve.service import Exchange, Service, once
+from langchain_card.serve.strict import StrictRoute
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -25,20 +26,16 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.check_name(body.model)
         service.check_messages(len(body.messages))
-        messages, options, shown = to_messages(body.messages), body.options, service.names[0]
+        messages, options, shown = to_messages(body.messages), body.options, body.model
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         model = service.model.for_consumer(consumer := Consumer())
         if not body.stream:
-            once = _once(lambda: model.ainvoke(messages, stop=stop, **options))
-            answer = await Exchange(service, request, once, lambda: consumer.generation, "messages").whole()
+            items = once(lambda: model.ainvoke(messages, stop=stop, **options))
+            answer = await Exchange(service, request, items, consumer, "messages").whole()
             return JSONResponse(chat_completion(answer, shown))
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         objects = ChatChunks(shown, include_usage, consumer if body.card else None)
         chunks = cast("AsyncGenerator[AIMessageChunk, None]", model.astream(messages, stop=stop, **options))
-        return await Exchange(service, request, chunks, lambda: consumer.generation, "messages").stream(objects)
+        return await Exchange(service, request, chunks, consumer, "messages").stream(objects)
 
     return router
-
-
-async def _once(answer: Callable[[], Awaitable[AIMessage]]) -> AsyncGenerator[AIMessage, None]:
-    yield await answer()

@@ -11,13 +11,15 @@ from fastapi.responses import JSONResponse
 from langchain_core.messages.ai import UsageMetadata
 
 from langchain_card.chat.answer import consuming_in_task, statistics
+from langchain_card.chat.consumers import Consumer
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.detokenizer import Piece, token_bytes
 from langchain_card.engine.generation import Generation
 from langchain_card.serve.openai.objects import head, progress, usage
-from langchain_card.serve.openai.requests import STREAMED, StrictRoute
+from langchain_card.serve.openai.requests import STREAMED
 from langchain_card.serve.openai.schemas import CompletionRequest
 from langchain_card.serve.service import Exchange, Service
+from langchain_card.serve.strict import StrictRoute
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -27,10 +29,10 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check_name(body.model)
-        text = Continuation(service, body)
+        text = Continuation(service, body, consumer := Consumer())
         if body.stream:
-            return await Exchange(service, request, text.stream(), lambda: text.generation, "prompt").stream(list)
-        return JSONResponse(await Exchange(service, request, text.whole(), lambda: text.generation, "prompt").whole())
+            return await Exchange(service, request, text.stream(), consumer, "prompt").stream(list)
+        return JSONResponse(await Exchange(service, request, text.whole(), consumer, "prompt").whole())
 
     return router
 
@@ -41,15 +43,12 @@ class Continuation:
     Args:
         service: of the application.
         body: what was asked.
-
-    Attributes:
-        generation: which writes the text; None until it was submitted.
+        consumer: of the text; it is told when the engine takes the request.
     """
 
-    def __init__(self, service: Service, body: CompletionRequest) -> None:
-        self.generation: Generation | None = None
-        self._model, self._body = service.model, body
-        self._head = head("text_completion", "cmpl", service.names[0])
+    def __init__(self, service: Service, body: CompletionRequest, consumer: Consumer) -> None:
+        self._model, self._body, self._consumer = service.model, body, consumer
+        self._head = head("text_completion", "cmpl", body.model)
         self._length = 0  # characters of the text so far
 
     async def whole(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -61,8 +60,8 @@ class Continuation:
             yield {
                 **self._head,
                 "choices": [choice],
-                "usage": self._usage(completion.stats),
-                **self._card(completion.stats),
+                "usage": _usage(generation, completion.stats),
+                **_card(generation, completion.stats),
             }
 
     async def stream(self) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -78,16 +77,18 @@ class Continuation:
                 else:
                     yield []
             completion = generation.completion()
-            card = self._card(completion.stats)
+            card = _card(generation, completion.stats)
             if body.card:
                 card = {"card": {**progress([], completion.stats), **card["card"]}}
             end = [{**start, "choices": [self._choice("", None, completion.finish_reason.value)], **card}]
-            yield [*end, {**start, "choices": [], "usage": self._usage(completion.stats)}] if include_usage else end
+            counts = _usage(generation, completion.stats)
+            yield [*end, {**start, "choices": [], "usage": counts}] if include_usage else end
 
     async def _submit(self) -> Generation:
         prompt_ids, params = await asyncio.to_thread(self._prepare)
-        self.generation = self._model.engine.submit(prompt_ids, params)  # on the loop: it may be cancelled until then
-        return self.generation
+        generation = self._model.engine.submit(prompt_ids, params)  # on the loop: it may be cancelled until then
+        self._consumer.reads(generation)
+        return generation
 
     def _prepare(self) -> tuple[Sequence[int], SamplingParams]:
         body, prompt = self._body, self._body.one_prompt
@@ -117,17 +118,17 @@ class Continuation:
     def _token(self, token_id: int) -> str:
         return token_bytes(self._model.engine.tokenizer, token_id).decode(errors="replace")
 
-    def _usage(self, stats: RequestStats) -> dict[str, Any] | None:
-        assert self.generation is not None
-        num_prompt = len(self.generation.request.prompt_ids)
-        counts = UsageMetadata(
-            input_tokens=num_prompt,
-            output_tokens=stats.output_tokens,
-            total_tokens=num_prompt + stats.output_tokens,
-            input_token_details={"cache_read": stats.cached_tokens},
-        )
-        return usage(counts)
 
-    def _card(self, stats: RequestStats) -> dict[str, Any]:
-        assert self.generation is not None
-        return {"card": statistics(stats, self.generation.request.params.seed)}
+def _usage(generation: Generation, stats: RequestStats) -> dict[str, Any] | None:
+    num_prompt = len(generation.request.prompt_ids)
+    counts = UsageMetadata(
+        input_tokens=num_prompt,
+        output_tokens=stats.output_tokens,
+        total_tokens=num_prompt + stats.output_tokens,
+        input_token_details={"cache_read": stats.cached_tokens},
+    )
+    return usage(counts)
+
+
+def _card(generation: Generation, stats: RequestStats) -> dict[str, Any]:
+    return {"card": statistics(stats, generation.request.params.seed)}

@@ -123,8 +123,10 @@ class ChatChunks:
 
     def _card(self, last: bool) -> dict[str, Any]:
         """What `card` holds in the object of a chunk: each chunk but the last is that of one piece."""
-        generation = None if self._consumer is None else self._consumer.generation
-        if generation is None or generation.stats is None:
+        if self._consumer is None or not self._consumer.generations:
+            return {}
+        (generation,) = self._consumer.generations
+        if generation.stats is None:
             return {}
         pieces = [] if last else [generation.pieces[self._num_pieces]]
         self._num_pieces += len(pieces)

@@ -1,14 +1,8 @@
-"""How the routes read their bodies, and what their documents say of answers."""
+"""What the documents of the routes say of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Any
-
-from fastapi import HTTPException, Request, Response
-from fastapi.routing import APIRoute
-from pydantic_core import from_json
-from typing_extensions import override
 
 from langchain_card.serve.problems import ErrorBody
 
@@ -29,27 +23,3 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"description": "The answer; with `stream`, its pieces.", "content": {"text/event-stream": {}}},
 }
-
-
-class StrictRequest(Request):
-    """A request whose JSON is just that: no NaN, no halves of characters, no nesting without end."""
-
-    @override
-    async def json(self) -> Any:
-        try:
-            return from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            raise HTTPException(400, f"body: must be JSON in UTF-8; {error}.") from error  # FastAPI lets it pass
-
-
-class StrictRoute(APIRoute):
-    """A route that takes `StrictRequest`s."""
-
-    @override
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
-
-        return handle
