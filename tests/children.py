@@ -25,6 +25,7 @@ from langchain_card.transports.frames import DOWN
 from langchain_card.transports.process import ProcessTransport
 
 PROMPT = (1, 2)
+SAID = 300
 
 
 def alive() -> list[psutil.Process]:
@@ -119,6 +120,13 @@ def no_start(publish: Any, report_out_of_memory: Any, how: str) -> DraftWorker:
     if how == "exits":
         os._exit(4)
     raise KeyError("planted")
+
+
+def saying(publish: Any, report_out_of_memory: Any, how: str) -> DraftWorker:
+    """Says much, then dies."""
+    for i in range(SAID):
+        report_out_of_memory((i,))
+    return no_start(publish, report_out_of_memory, how)
 
 
 def in_process(**arguments: float) -> Callable[[Driver], ProcessTransport]:

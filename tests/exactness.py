@@ -14,8 +14,9 @@ import naive
 
 from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
-from langchain_card.core.request import RequestState, SamplingParams
+from langchain_card.core.request import SamplingParams
 from langchain_card.core.sources import SourceState
+from langchain_card.core.state import RequestState
 from langchain_card.engine.engine import Engine
 from langchain_card.runtime import int8_weights
 from langchain_card.runtime.loader import load_model, resolve

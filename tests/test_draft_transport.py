@@ -17,7 +17,7 @@ import torch
 from langchain_card import CARDChatModel
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine import drafts, engine
+from langchain_card.engine import assembly, drafts
 from langchain_card.engine.drafts import needs_process
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError, InvalidInputError, ModelStoreError
@@ -53,7 +53,7 @@ def running(config: EngineConfig) -> Iterator[Engine]:
     """Each step of its draft logs the number of CPU threads. All candidates are verified, whatever they cost here."""
     before, told = num_loaded_models(), Told()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "Controller", lambda **_: FixedPolicy())
+        patch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
         patch.setattr(drafts, "FACTORY", "children:counting_threads")
         with Engine(config, progress=told) as opened:
             assert told.stages == [f"load {config.draft_model} in a process of its own"]

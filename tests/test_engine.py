@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from langchain_card.config import EngineConfig, Pins
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.request import FinishReason, SamplingParams
-from langchain_card.engine import engine
+from langchain_card.engine import assembly
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import (
@@ -240,7 +240,7 @@ def test_a_draft_with_a_cut_head_proposes_frequent_tokens_only(
 ) -> None:
     """The answers are those of plain decoding, also where penalties, bias and bans name tokens that are left out."""
     monkeypatch.setattr(draft_form, "HEAD", 150)
-    monkeypatch.setattr(engine, "Controller", lambda **_: FixedPolicy())
+    monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
     model, draft = pair
     seen: set[int] = set()
     with Engine(EngineConfig(model, draft, ngram=False, **options)) as opened:  # type: ignore[arg-type]

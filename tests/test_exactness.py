@@ -22,7 +22,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
 from langchain_card.core.request import SamplingParams
 from langchain_card.drafters.model import ModelDrafter
-from langchain_card.engine import engine, target_worker
+from langchain_card.engine import assembly, target_worker
 from langchain_card.engine.driver import Driver
 from langchain_card.runtime import product_kernel, sampling, threads
 from langchain_card.testing import FixedPolicy
@@ -101,7 +101,7 @@ def compare_all(form: str, arch: str, pair: tuple[str, str]) -> Figures:
     for name, options in DRAFTERS.items():
         with pytest.MonkeyPatch.context() as patch:
             if name == "model":  # tiny models draft at a loss: one that measures would hardly look deep
-                patch.setattr(engine, "Controller", lambda **_: FixedPolicy(widths=(4,) * 8))
+                patch.setattr(assembly, "Controller", lambda **_: FixedPolicy(widths=(4,) * 8))
             compare(replace(config, **options), asked, wanted, SCHEDULES, figures)
     return figures
 
@@ -136,7 +136,7 @@ def differing(pair: tuple[str, str], options: dict[str, Any], schedules: Sequenc
     wanted = {"it": reference.answer(prompt_ids, SamplingParams(**options), (tiny.byte_tokenizer().eos_token_id,))}
     with pytest.MonkeyPatch.context() as patch:
         # Tiny models draft at a loss: what a controller that measures would verify depends on the hour.
-        patch.setattr(engine, "Controller", lambda **_: FixedPolicy())
+        patch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
         compare(config, {"it": (prompt_ids, options)}, wanted, schedules, figures)
     return figures.different
 

@@ -15,7 +15,7 @@ import transformers as t
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine import engine
+from langchain_card.engine import assembly
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError, UnsupportedModelError
 from langchain_card.runtime import families, loader, row_stable
@@ -152,7 +152,7 @@ def test_logits_on_trees_and_chains_are_those_of_transformers(
 def test_answers_are_those_of_the_naive_loop(
     folders: dict[str, str], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "Controller", lambda **_: FixedPolicy())  # tiny models draft at a loss
+    monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())  # tiny models draft at a loss
     draft = tiny.make_draft(folders[family], tmp_path / "draft", noise=0.02)
     reference = naive.reading(naive.load(folders[family], torch.float64))
     with Engine(config(folders[family], draft_model=draft)) as running:

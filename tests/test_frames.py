@@ -70,7 +70,7 @@ class Draw:
 
 
 MESSAGES: dict[tuple[Direction, str], Callable[[Draw], Any]] = {
-    (DOWN, "Start"): lambda d: Start(d.text(), {d.text(): d.argument() for _ in range(4)}, d.int(), d.int()),
+    (DOWN, "Start"): lambda d: Start(d.text(), {d.text(): d.argument() for _ in range(4)}),
     (DOWN, "Begin"): lambda d: m.Begin(
         d.text(), Request(d.int(), d.ints(), d.params(), d.ints()), d.text(), d.ints(), d.int()
     ),
@@ -163,7 +163,7 @@ def test_what_an_engine_and_its_supervisor_say() -> None:
     logprobs = (m.TokenLogprob(-0.5, ((1, -0.5), (2, -1.0))),)
     said: dict[Direction, list[Any]] = {
         f.TO_ENGINE: [
-            f.Load(EngineConfig("a", None, limits=Limits(max_num_seqs=3), pins=Pins(window=4), isolate=True), 20, 7),
+            f.Load(EngineConfig("a", None, limits=Limits(max_num_seqs=3), pins=Pins(window=4), isolate=True)),
             f.Ask(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Pause(3, paused=True), f.Announce(4), f.Drain(),
         ],
         f.FROM_ENGINE: [

@@ -25,8 +25,7 @@ from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine import drafts, target_worker
-from langchain_card.engine import engine as engine_module
+from langchain_card.engine import assembly, drafts, target_worker
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
 from langchain_card.runtime.guide import Guide
@@ -44,7 +43,7 @@ COUNT = 2000 if os.environ.get("CARD_EXPLORE") else 400
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate is verified."""
-    monkeypatch.setattr(engine_module, "Controller", lambda **_: FixedPolicy())
+    monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
 
 
 def config(pair: tuple[str, str], **options: Any) -> EngineConfig:
@@ -171,7 +170,7 @@ def test_54437_stale_candidates_are_taken_unmasked(
     wanted = alone(tiny_pairs["llama"], asked)
     stale = knowing(asked, [*wanted[1:], wanted[0]], lies=0.5)
     monkeypatch.setattr(drafts, "NgramDrafter", stale)
-    monkeypatch.setattr(engine_module, "Controller", lambda **_: FixedPolicy())
+    monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
     for draft in (tiny_pairs["llama"][1], tiny_pairs["qwen2"][0]):
         with Engine(replace(config(tiny_pairs["llama"]), draft_model=draft)) as engine:
             assert [*map(outcome, decode(engine, asked, schedule))] == [*map(outcome, wanted)]

@@ -25,7 +25,7 @@ from schemas import satisfies
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.core.request import FinishReason, SamplingParams
-from langchain_card.engine import engine as engine_module
+from langchain_card.engine import assembly
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
 from langchain_card.errors import ContextOverflowError, InvalidInputError
@@ -45,7 +45,7 @@ PROMPTS = ["a person: ", "def add(a, b):\n    return a + b\n", "x" * 40]
 @pytest.fixture(autouse=True)
 def policy(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models draft at a loss: one that measures would hardly look deep."""
-    monkeypatch.setattr(engine_module, "Controller", lambda **_: FixedPolicy(widths=(4,) * 4))
+    monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy(widths=(4,) * 4))
 
 
 def config(pair: tuple[str, str], **options: Any) -> EngineConfig:

@@ -12,7 +12,7 @@ import transformers as t
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine import engine
+from langchain_card.engine import assembly
 from langchain_card.engine.engine import Engine
 from langchain_card.runtime import draft_form, fused_layers, int4, product_kernel, products
 from langchain_card.runtime.int8 import quantize_rows
@@ -101,7 +101,7 @@ def test_stacked_layers_of_unfused_models_get_it(tmp_path: Path) -> None:
 def test_a_draft_in_4_bits_changes_no_answer(
     pair: tuple[str, str], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "Controller", lambda **_: FixedPolicy())
+    monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
     config = EngineConfig(*pair, quantization="int8", ngram=False, draft_transport=transport)  # type: ignore[arg-type]
     with Engine(config) as opened:
         plain = opened.submit(range(40), SamplingParams(max_tokens=80, schedule="plain")).result()

@@ -275,7 +275,7 @@ def test_close_leaves_nothing(state: str) -> None:
         begun = time.monotonic()
         bare.transport.close()
         assert time.monotonic() - begun < 10
-        assert (bare.transport._process.returncode == 0) is (state != "stopped"), "force only where it is needed"
+        assert (bare.transport._child._process.returncode == 0) is (state != "stopped"), "force only where it is needed"
     assert not bare.deaths, "that is no death"
     assert not children.alive()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("card-toy")]

@@ -10,7 +10,7 @@ import torch
 
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine import engine as engine_module
+from langchain_card.engine import assembly
 from langchain_card.engine.engine import Engine
 from langchain_card.runtime import threads
 from langchain_card.testing import FixedPolicy
@@ -23,7 +23,7 @@ ALLOWED: Any = {"banned_ids": tuple(range(256, tiny.VOCAB))}  # not all ids are 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One thread, and as many candidates as there are: what a controller would verify depends on the hour."""
-    monkeypatch.setattr(engine_module, "Controller", lambda **_: FixedPolicy())
+    monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
     monkeypatch.setattr(threads, "num_cores", lambda: 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

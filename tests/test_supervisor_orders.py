@@ -24,8 +24,8 @@ class Scripted:
 
     def __init__(self, config: EngineConfig, hear: Any, die: Any) -> None:
         self.pid, self.sent = len(LIVES), list[Any]()
-        self.say: Any = lambda message: hear(self, message)
-        self.die: Any = lambda: die(self, EngineError("engine process", self.pid, "was killed by the test"))
+        self.say: Any = hear
+        self.die: Any = lambda: die(EngineError("engine process", self.pid, "was killed by the test"))
         if FAILING:
             raise FAILING.pop()
         LIVES.append(self)
@@ -70,7 +70,7 @@ FAILING: list[Exception] = []
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     LIVES.clear()
     FAILING.clear()
-    monkeypatch.setattr("langchain_card.engine.supervisor.EngineProcess", Scripted)
+    monkeypatch.setattr("langchain_card.engine.supervisor.start_engine", Scripted)
     made = Supervisor(EngineConfig("a", None, limits=Limits(restart_seconds=0.01)))
     LIVES[0].say(f.Loaded(Limits()))
     made.wait_ready()
@@ -151,7 +151,7 @@ def test_one_with_which_it_dies_again_and_again_fails_alone(supervisor: Supervis
 
 def test_a_process_that_cannot_be_started_is_one_that_died(supervisor: Supervisor) -> None:
     supervisor.submit(consumer := Waiting())
-    FAILING.append(EngineError("engine process", "python", "could not be started (no memory)"))
+    FAILING.append(RuntimeError("can't start new thread"))
     assert die(0).pid == 1
     settle(supervisor)
     assert not FAILING and LIVES[1].asked == [(0, ())]

@@ -9,9 +9,9 @@ from langchain_card.core import messages as m
 from langchain_card.core.controller import Policy
 from langchain_card.core.intake import Intake
 from langchain_card.core.query import Query, Source, grant
-from langchain_card.core.request import RequestState
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.sources import SourceState
+from langchain_card.core.state import RequestState
 from langchain_card.core.workers import Workers
 
 

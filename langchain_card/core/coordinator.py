@@ -23,8 +23,9 @@ from langchain_card.core.controller import Policy
 from langchain_card.core.intake import Intake
 from langchain_card.core.passes import Passes
 from langchain_card.core.query import Query, Source
-from langchain_card.core.request import FinishReason, Request, RequestState
+from langchain_card.core.request import FinishReason, Request
 from langchain_card.core.scheduler import Scheduler
+from langchain_card.core.state import RequestState
 from langchain_card.core.walk import cut, walk
 from langchain_card.core.workers import Workers
 

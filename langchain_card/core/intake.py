@@ -13,8 +13,8 @@ from langchain_card.core.controller import Load, Policy
 from langchain_card.core.messages import Proposal
 from langchain_card.core.passes import Passes
 from langchain_card.core.query import Source
-from langchain_card.core.request import RequestState
 from langchain_card.core.sources import SourceState
+from langchain_card.core.state import RequestState
 
 
 class Intake:

@@ -7,11 +7,10 @@ coordinator wants done comes back as effects.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from langchain_card.config import Schedule
-    from langchain_card.core.request import FinishReason, Request, RequestStats
+from langchain_card.config import Schedule
+from langchain_card.core.request import FinishReason, Request, RequestStats
 
 ROOT = -1
 """Parent of a window's first row."""

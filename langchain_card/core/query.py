@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Leave, Load, Policy
-from langchain_card.core.request import RequestState
+from langchain_card.core.state import RequestState
 
 
 @dataclass(frozen=True, slots=True)

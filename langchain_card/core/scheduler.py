@@ -6,7 +6,7 @@ from collections import deque
 
 from langchain_card.config import Limits
 from langchain_card.core.controller import Load
-from langchain_card.core.request import RequestState
+from langchain_card.core.state import RequestState
 
 
 class Scheduler:

@@ -1,13 +1,7 @@
-"""What runs in the process of an isolated engine: the engine, and nobody it would outlive."""
+"""What runs in the process of an isolated engine."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-import threading
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +10,6 @@ from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError
 from langchain_card.ports import Backend
-from langchain_card.transports.child import fail, send_logs, watch_parent
 from langchain_card.transports.engine_frames import (
     FROM_ENGINE,
     TO_ENGINE,
@@ -34,33 +27,25 @@ from langchain_card.transports.engine_frames import (
     Wrote,
 )
 from langchain_card.transports.frames import Failed, Wire
-
-BEAT_SECONDS = 1.0
+from langchain_card.transports.processes import beat, serve_parent
 
 
 def main() -> None:
-    """Serves the connection whose file descriptor is the first argument of the command line, and never returns."""
-    os.dup2(2, 1)  # what a library prints must not mix with the parent's output
-    wire = Wire(socket.socket(fileno=int(sys.argv[1])), sends=FROM_ENGINE, takes=TO_ENGINE)
-    try:
-        _serve(wire)
-    except Exception as error:
-        fail(wire, error)
+    """Never returns."""
+    serve_parent(_serve, sends=FROM_ENGINE, takes=TO_ENGINE)
 
 
 def _serve(wire: Wire) -> None:
     load = wire.receive()
-    if isinstance(load, Load):
-        send_logs(wire, load.log_level)
-        engines: list[Engine] = []
-        threading.Thread(target=watch_parent, args=(load.parent,), daemon=True).start()
-        threading.Thread(target=_beat, args=(wire, engines), daemon=True).start()
-        _hide_progress_bars()
-        engines.append(engine := Engine(replace(load.config, isolate=False)))
-        wire.send(Loaded(engine.config.limits))
-        while (message := wire.receive()) is not None:
-            _take(message, engine, wire)
-    os._exit(0)  # the parent is gone, or wants no more
+    if not isinstance(load, Load):
+        return  # the parent is gone
+    engines: list[Engine] = []
+    beat(wire, lambda: Alive(engines[0].backend.health() if engines else {}))
+    _hide_progress_bars()
+    engines.append(engine := Engine(replace(load.config, isolate=False)))
+    wire.send(Loaded(engine.config.limits))
+    while (message := wire.receive()) is not None:
+        _take(message, engine, wire)
 
 
 def _take(message: Any, engine: Engine, wire: Wire) -> None:
@@ -108,13 +93,6 @@ class _Answer:
     def fail(self, error: BaseException) -> None:
         """It could not be served."""
         self._wire.send(Refused(self.request.request_id, Failed.of(error)))
-
-
-def _beat(wire: Wire, engines: Sequence[Engine]) -> None:
-    """Of the engine, as soon as it is there."""
-    while True:
-        wire.send(Alive(engines[0].backend.health() if engines else {}))
-        time.sleep(BEAT_SECONDS)
 
 
 def _hide_progress_bars() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +12,12 @@ from dataclasses import replace
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.request import FinishReason
+from langchain_card.engine.inbox import Inbox
 from langchain_card.engine.watch import StepWatch
 from langchain_card.errors import EngineClosedError, EngineError, is_out_of_memory
 from langchain_card.ports import Clock, Consumer, Health, Target, Transport
 
 log = logging.getLogger(__name__)
-
-GATHER_SECONDS = 0.05
-"""How long an idle engine waits for the next of the requests that were announced; for all at most five times."""
 
 
 class Driver:
@@ -42,12 +39,10 @@ class Driver:
     ) -> None:
         self.coordinator = coordinator
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Callable[[float], m.Event] | None] = queue.SimpleQueue()
+        self._inbox = Inbox(clock)
         self._consumers: dict[int, Consumer] = {}
         self._sleep_until = -math.inf
         self._restarts: list[tuple[float, str]] = []
-        self._closed = False
-        self._announced, self._next_until, self._all_until = 0, -math.inf, -math.inf
         self._ended = threading.Lock()
         self._error: BaseException | None = None
         self._make_target, self._make_transports = make_target, make_transports
@@ -60,7 +55,7 @@ class Driver:
 
     def post(self, event: Callable[[float], m.Event]) -> None:
         """Queues an event; `event` is called with the time at which it is handled."""
-        self._inbox.put(event)
+        self._inbox.post(event)
 
     def publish(self, proposal: m.Proposal) -> None:
         """Takes a drafter's proposal."""
@@ -80,22 +75,18 @@ class Driver:
 
     def announce(self, count: int) -> None:
         """So many requests are about to come. An idle engine begins when all are there, or no more come."""
-        with self._ended:
-            self._announced, now = count, self._clock()
-            self._next_until, self._all_until = now + GATHER_SECONDS, now + 5 * GATHER_SECONDS
+        self._inbox.announce(count)
 
     def submit(self, consumer: Consumer, output_ids: Sequence[int] = ()) -> None:
         """Takes a request, perhaps with the beginning of its answer; it fails when the loop has ended."""
         request, begun = consumer.request, tuple(output_ids)
         with self._ended:
-            now = self._clock()
-            self._announced = max(0, self._announced - 1) if now < self._next_until else 0
-            self._next_until = min(now + GATHER_SECONDS, self._all_until)
             if self._error is None:
                 if not self._consumers:
                     self._watch.expect()
                 self._consumers[request.request_id] = consumer
                 self.post(lambda now: m.Submitted(request, now, begun))
+                self._inbox.count_request()
                 return
         consumer.fail(self._error)
 
@@ -140,7 +131,7 @@ class Driver:
 
     def close(self) -> None:
         """Ends the loop after the current step; requests that still run fail."""
-        self._inbox.put(None)
+        self._inbox.close()
 
     # On the target's thread.
 
@@ -148,7 +139,7 @@ class Driver:
         """Until closed."""
         error: BaseException = EngineClosedError("engine", "closed", "the engine was closed while the request ran")
         try:
-            while not self._closed:
+            while not self._inbox.closed:
                 self.step()
         except Exception as failure:
             log.exception("the loop around the core failed; the engine ends")
@@ -162,7 +153,7 @@ class Driver:
         for event in self._arrived():
             self._perform(self.coordinator.handle(event))
         self._restart_due()
-        if not self._closed:
+        if not self._inbox.closed:
             self._perform(self.coordinator.handle(m.TargetReady(self._clock())))
         self._draft()
 
@@ -170,27 +161,12 @@ class Driver:
         """Everything in the inbox; sleeps while there is nothing to do."""
         until = min([self._sleep_until, *(at for at, _ in self._restarts)])
         self._sleep_until = -math.inf
-        timeout = None if until == math.inf else max(0.0, until - self._clock())
-        events: list[m.Event] = []
-        while True:
-            try:
-                event = self._inbox.get(timeout != 0.0, timeout)
-            except queue.Empty:
-                if (timeout := self._due_soon()) > 0.0:
-                    continue
-                return events
-            timeout = 0.0
-            if event is None:
-                self._closed = True
-                return events
-            events.append(event(self._clock()))
+        return self._inbox.take(until, self._is_idle)
 
-    def _due_soon(self) -> float:
-        """Seconds to wait for the next of the announced requests."""
+    def _is_idle(self) -> bool:
+        """Whether nothing runs, and there is room for more requests than those that wait."""
         scheduler = self.coordinator.scheduler
-        if not self._announced or scheduler.running or len(scheduler.waiting) >= scheduler.capacity:
-            return 0.0
-        return max(0.0, self._next_until - self._clock())
+        return not scheduler.running and len(scheduler.waiting) < scheduler.capacity
 
     def _perform(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:
@@ -305,7 +281,7 @@ class Driver:
 
     def _fail_all(self, error: BaseException) -> None:
         with self._ended:  # from here on nothing is queued
-            self._closed, self._error = True, error
+            self._error = error
         for consumer in self._consumers.values():
             consumer.fail(error)
         for request_id in self._consumers:

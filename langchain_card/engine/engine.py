@@ -10,30 +10,24 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
 from langchain_card.config import EngineConfig
 from langchain_card.constraints.compiler import Grammars
-from langchain_card.core.controller import Controller
-from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.query import Source
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.detokenizer import Detokenizer
-from langchain_card.drafters.forced import ForcedDrafter
-from langchain_card.engine.drafts import SCRATCH, needs_process, transport_makers
+from langchain_card.engine.assembly import start_driver
+from langchain_card.engine.drafts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
-from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
 from langchain_card.ports import Backend, Health
 from langchain_card.runtime.budget import check_budget
 from langchain_card.runtime.files import Progress, Silent
-from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model, resolve
+from langchain_card.runtime.loader import Pair, resolve
 from langchain_card.runtime.registry import Registry
-from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
 
 if TYPE_CHECKING:
     from langchain_card.engine.supervisor import Supervisor
@@ -89,47 +83,7 @@ class Engine:
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
         num_seqs = min(check_budget(self._pair, wanted, limits.max_window, SCRATCH), limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
-        pair, limits = self._pair, self.config.limits
-        apart = needs_process(self.config, pair)
-        model = _hold(pair.target, held)
-        draft = None if pair.draft is None or apart else _hold(pair.draft, held)
-        threads = ThreadPlan(
-            target_on_cpu=pair.target.device.type == "cpu",
-            draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
-        )
-        strict = self.config.exact == "strict"
-        target = ModelRunner(
-            model,
-            max_len=pair.max_len,
-            num_scratch=limits.max_window,
-            num_seqs=limits.num_seqs,
-            execution=self.config.execution_on(pair.target.device.type),
-            width=limits.max_window if strict else None,
-        )
-
-        def make_target() -> TargetWorker:
-            target.pool.forget()
-            set_threads = lambda schedule: use_threads(threads.target(schedule))  # noqa: E731
-            constrain = self.grammars.start
-            return TargetWorker(target, set_threads, limits.max_step_rows, in_place=strict, constrain=constrain)
-
-        makers = transport_makers(self.config, pair, threads, draft, self.grammars.start)
-        shared = pair.draft is None or pair.draft.device == pair.target.device
-        sources = [Source(name, paced=name == "model", of_grammars=name == ForcedDrafter.name) for name in makers]
-        overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
-        policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=self.config.pins)
-        core = Coordinator(sources, limits, policy, pair.vocab_size, chains=strict)
-        driver = Driver(core, make_target, makers)
-        held.callback(_close_transports, driver)
-        if apart:
-            progress.update(f"load {self.config.draft_model} in a process of its own", 0, 0)
-        for transport in driver.transports.values():
-            transport.wait_ready()
-        thread = threading.Thread(target=driver.run, name="card-target", daemon=True)
-        thread.start()
-        held.callback(thread.join)
-        held.callback(driver.close)
-        return driver
+        return start_driver(self.config, self._pair, self.grammars.start, held, progress)
 
     @property
     def devices(self) -> dict[str, str]:
@@ -275,18 +229,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _hold(spec: ModelSpec, held: contextlib.ExitStack) -> Any:
-    """The model of a spec, until `held` is closed."""
-    model = acquire_model(spec)
-    held.callback(release_model, spec)
-    return model
-
-
-def _close_transports(driver: Driver) -> None:
-    for transport in driver.transports.values():
-        transport.close()
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
+from langchain_card.core.messages import Emit
 from langchain_card.core.request import FinishReason, RequestStats
+from langchain_card.errors import EngineError
 from langchain_card.ports import Consumer
 
 
@@ -33,6 +35,24 @@ class OpenRequest:
     paused: bool = False
     num_tokens: int | None = None
     deaths: int = 0
+
+    def write(self, emit: Emit, stats: RequestStats) -> None:
+        """Hands tokens to the consumer; whatever that raises."""
+        self.output_ids += emit.token_ids
+        self.deaths = 0
+        self.count(stats)
+        self.num_tokens = self.consumer.push(emit)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Tells the consumer that the answer is whole."""
+        try:
+            self.consumer.finish(reason, self.stats)
+        except Exception as error:
+            self.consumer.fail(self.unwritten(error))
+
+    def unwritten(self, error: Exception) -> EngineError:
+        """What the consumer is told that could not take its tokens."""
+        return EngineError("request", self.consumer.request.request_id, f"its text could not be made ({error})")
 
     def count(self, stats: RequestStats) -> None:
         """Takes the statistics of this life."""

@@ -15,11 +15,12 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.messages import TARGET, Emit
 from langchain_card.core.request import FinishReason
 from langchain_card.core.workers import Life, Workers
-from langchain_card.engine.engine_process import NAME, EngineProcess
+from langchain_card.engine.engine_process import NAME, start_engine
 from langchain_card.engine.open_request import OpenRequest
 from langchain_card.errors import EngineClosedError, EngineError
 from langchain_card.ports import Clock, Consumer, Health
 from langchain_card.transports import engine_frames as f
+from langchain_card.transports.processes import ChildProcess
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Supervisor:
         self._error: BaseException | None = None
         self._closed = self._draining = self._is_up = False
         self._ending = threading.Lock()  # nothing is queued once it is closed
-        self._process: EngineProcess | None = self._start()
+        self._process = self._start()  # the latest
         self._told: dict[str, Health] = {}
         self._thread = threading.Thread(target=self._run, name="card-supervisor", daemon=True)
         self._thread.start()
@@ -65,7 +66,7 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """Of the engine's process; None while there is none."""
-        return None if self._process is None else self._process.pid
+        return self._process.pid if self._restart_at is None and self._error is None else None
 
     @property
     def num_open(self) -> int:
@@ -134,7 +135,7 @@ class Supervisor:
 
     def _seconds_left(self) -> float | None:
         """Until something is due though nothing happens; None where nothing is."""
-        if self._restart_at is None and self._process is None:
+        if self._error is not None:
             return None
         due = self._heard + self._limits.silence_seconds if self._restart_at is None else self._restart_at
         return max(0.0, due - self._clock())
@@ -143,27 +144,22 @@ class Supervisor:
         now = self._clock()
         if self._restart_at is not None:
             if now >= self._restart_at:
-                self._restart_at, self._heard = None, now + START_SECONDS
+                self._heard = now + START_SECONDS
                 try:
-                    self._process = self._start()
-                except EngineError as error:
+                    self._process, self._restart_at = self._start(), None
+                except Exception as error:
                     self._plan_restart(error)
-        elif self._process is not None and now >= self._heard + self._limits.silence_seconds:
+        elif now >= self._heard + self._limits.silence_seconds:
             log.error("the engine's process has said nothing for %g seconds and is ended", self._limits.silence_seconds)
             self._heard = now
             self._process.kill()
 
-    def _start(self) -> EngineProcess:
-        def hear(process: EngineProcess, message: Any) -> None:
-            self._do(self._hear, process, message)
-
-        def die(process: EngineProcess, error: BaseException) -> None:
-            self._do(self._lose, process, error)
-
-        return EngineProcess(self._config, hear, die)
+    def _start(self) -> ChildProcess:
+        hear, lose = functools.partial(self._do, self._hear), functools.partial(self._do, self._lose)
+        return start_engine(self._config, hear, lose)
 
     def _send(self, message: Any) -> None:
-        if self._process is not None and self._is_up:
+        if self._is_up:
             self._process.send(message)
 
     def _ask(self, request_id: int) -> None:
@@ -200,22 +196,19 @@ class Supervisor:
     def _close(self) -> None:
         with self._ending:
             self._closed = True
-        if self._process is not None:
-            self._process.close()
+        self._process.close()
         for request_id in [*self._open]:
             self._fail(request_id, _closed())
 
     # What the engine says.
 
-    def _hear(self, process: EngineProcess, message: Any) -> None:
-        if process is not self._process:
-            return
+    def _hear(self, message: Any) -> None:
         self._heard = self._clock()
         match message:
             case f.Loaded(limits):
                 self._welcome(limits)
             case f.Alive(workers):
-                self._judge(process, workers)
+                self._judge(workers)
             case f.Began(request_id) if (asked := self._open.get(request_id)) is not None:
                 asked.begun = True
                 asked.consumer.watch(asked.stats)
@@ -237,40 +230,33 @@ class Supervisor:
             self._send(f.Drain())
         self._loaded.set()
 
-    def _judge(self, process: EngineProcess, workers: dict[str, Health]) -> None:
+    def _judge(self, workers: dict[str, Health]) -> None:
         self._told = workers
         target = workers.get(TARGET, Health())
         if target.state == Life.GIVEN_UP.value or target.busy > target.budget:
             log.error("the target hangs or is gone (%s); the engine's process is ended", target)
-            process.kill()
+            self._process.kill()
 
     def _write(self, wrote: f.Wrote) -> None:
         asked = self._open.get(wrote.request_id)
         if asked is None or asked.num_tokens is not None:
             return
-        asked.output_ids += wrote.token_ids
-        asked.deaths = 0
-        asked.count(wrote.stats)
-        emit = Emit(wrote.request_id, wrote.token_ids, wrote.sources, wrote.logprobs)
         try:
-            asked.num_tokens = asked.consumer.push(emit)
+            asked.write(Emit(wrote.request_id, wrote.token_ids, wrote.sources, wrote.logprobs), wrote.stats)
         except Exception as error:
             log.exception("request %s could not be handed out", wrote.request_id)
             self._send(f.Stop(wrote.request_id))
-            limit = f"its text could not be made ({error})"
-            self._fail(wrote.request_id, EngineError("request", wrote.request_id, limit))
+            self._fail(wrote.request_id, asked.unwritten(error))
             return
         if asked.num_tokens is not None:
             self._send(f.Stop(wrote.request_id, asked.num_tokens))
 
     # What becomes of it, and of requests.
 
-    def _lose(self, process: EngineProcess, error: BaseException) -> None:
+    def _lose(self, error: BaseException) -> None:
         """It died: whole answers end, the others wait for its next life."""
-        if process is not self._process or self._closed:
-            return
-        process.close()
-        self._process, self._is_up, self._told = None, False, {}
+        self._process.close()
+        self._is_up, self._told = False, {}
         for request_id, asked in [*self._open.items()]:
             asked.outlive()
             if (reason := asked.end) is not None:
@@ -293,11 +279,7 @@ class Supervisor:
             self._fail(request_id, error)
 
     def _finish(self, request_id: int, reason: FinishReason) -> None:
-        asked = self._open.pop(request_id)
-        try:
-            asked.consumer.finish(reason, asked.stats)
-        except Exception as error:
-            asked.consumer.fail(EngineError("request", request_id, f"its text could not be made ({error})"))
+        self._open.pop(request_id).finish(reason)
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         self._open.pop(request_id).consumer.fail(error)

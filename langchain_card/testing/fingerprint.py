@@ -10,8 +10,8 @@ from typing import Any
 
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
-from langchain_card.core.request import RequestState
 from langchain_card.core.sources import SourceState
+from langchain_card.core.state import RequestState
 from langchain_card.testing.process import Draft
 from langchain_card.testing.world import World
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from langchain_card.core import messages as m
-from langchain_card.core.request import FinishReason, RequestState
+from langchain_card.core.request import FinishReason
+from langchain_card.core.state import RequestState
 from langchain_card.drafters.tree import DraftTree
 
 if TYPE_CHECKING:

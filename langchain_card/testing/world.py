@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
-from langchain_card.core.request import FinishReason, Request, RequestState, SamplingParams
+from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.core.state import RequestState
 from langchain_card.testing import invariants
 from langchain_card.testing.process import Draft
 from langchain_card.testing.scope import Scope

@@ -15,17 +15,9 @@ from langchain_card.transports.frames import MAX_COMMAND_BYTES, MAX_REPORT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What it is.
-
-    Attributes:
-        config: of the engine.
-        log_level: records of this package below it are not wanted.
-        parent: id of the process that it must not outlive.
-    """
+    """What it is."""
 
     config: EngineConfig
-    log_level: int
-    parent: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from langchain_card import errors
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
-from langchain_card.core.request import Request
 from langchain_card.errors import CARDError, EngineError
 
 MAX_COMMAND_BYTES = 64 << 20
@@ -45,14 +44,10 @@ class Start:
     Attributes:
         factory: "module:function"; called with `publish`, `report_out_of_memory` and the arguments, it gives a worker.
         arguments: by name.
-        log_level: records of this package below it are not wanted.
-        parent: id of the process that it must not outlive.
     """
 
     factory: str
     arguments: dict[str, Argument]
-    log_level: int
-    parent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +111,6 @@ class Failed:
         return EngineError(process, self.kind, self.limit or "it gave no reason", "the log has the whole trace")
 
 
-class _BeginFields(NamedTuple):
-    """Of a `Begin`, with types that msgspec can look up: `core.messages` imports `Request` for type checkers only."""
-
-    worker: str
-    request: Request
-    schedule: str
-    output_ids: tuple[int, ...]
-    incarnation: int
-
-
 class Direction:
     """What may be sent one way.
 
@@ -139,9 +124,7 @@ class Direction:
 
     def __init__(self, kinds: Sequence[type[Any]], max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._decoders = {
-            kind.__name__: msgspec.msgpack.Decoder(_BeginFields if kind is Begin else kind) for kind in kinds
-        }
+        self._decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in kinds}
 
     def encode(self, message: Any) -> bytes:
         """One frame.
@@ -152,9 +135,6 @@ class Direction:
         """
         kind = type(message).__name__
         self._decoder(kind)
-        if isinstance(message, Begin):
-            begin = message
-            message = _BeginFields(begin.worker, begin.request, begin.schedule, begin.output_ids, begin.incarnation)
         body = self._encoder.encode((kind, message))
         return _LENGTH.pack(self.check_length(len(body))) + body
 
@@ -166,12 +146,11 @@ class Direction:
         """
         try:
             kind, fields = self._envelope.decode(body)
-            message = self._decoder(kind).decode(fields)
+            return self._decoder(kind).decode(fields)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise EngineError(
                 "frame", body[:24], f"makes no sense ({error})", "do both ends run one version?"
             ) from error
-        return Begin(*message) if isinstance(message, _BeginFields) else message
 
     def check_length(self, length: int) -> int:
         """`length`, if a frame may have so many bytes; raises `EngineError` otherwise."""

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from langchain_card.core.messages import Proposal
-from langchain_card.errors import EngineError
 from langchain_card.ports import DraftCommand, Health
-from langchain_card.transports.frames import DOWN, UP, Alive, Argument, Exhausted, Failed, Logged, Ready, Start, Wire
-from langchain_card.transports.processes import last_words, reap, spawn
+from langchain_card.transports.frames import DOWN, UP, Alive, Argument, Exhausted, Ready, Start
+from langchain_card.transports.processes import ChildProcess
 from langchain_card.transports.thread import Mailbox
 
 log = logging.getLogger(__name__)
@@ -58,26 +56,26 @@ class ProcessTransport:
         self._name = name
         self._publish, self._report_out_of_memory = publish, report_out_of_memory
         self._on_ready, self._on_death = on_ready, on_death
-        self._mailbox = Mailbox()
         self._started = threading.Event()  # or it never will
         self._error: BaseException | None = None
-        self._closing = False
         self._health, self._heard = Health(), math.inf  # until it has said something
-        level = logging.getLogger("langchain_card").getEffectiveLevel()
-        self._start = Start(factory, dict(arguments), level, os.getpid())
-        self._process, connection = spawn("langchain_card.transports.child", "draft process")
-        self._wire = Wire(connection, sends=DOWN, takes=UP)
-        self._threads = [
-            threading.Thread(target=target, name=f"card-{name}-{target.__name__.strip('_')}", daemon=True)
-            for target in (self._write, self._read)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._mailbox = Mailbox()
+        self._child = ChildProcess(
+            "langchain_card.transports.child",
+            "draft process",
+            thread_name=f"card-{name}",
+            sends=DOWN,
+            takes=UP,
+            first=Start(factory, dict(arguments)),
+            outbox=self._mailbox,
+            on_message=self._take,
+            on_death=self._die,
+        )
 
     @property
     def pid(self) -> int:
         """Of the process."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def ready(self) -> bool:
@@ -96,8 +94,7 @@ class ProcessTransport:
 
     def send(self, command: DraftCommand) -> None:
         """Queues a command. Never waits: while the process does not read, later commands take the place of earlier."""
-        if not self._mailbox.closed:
-            self._mailbox.put(command)
+        self._child.send(command)
 
     def work(self) -> None:
         """Nothing: the process takes all steps that it has leave for."""
@@ -109,55 +106,27 @@ class ProcessTransport:
 
     def kill(self) -> None:
         """Ends the process at once."""
-        self._process.kill()
+        self._child.kill()
 
     def close(self) -> None:
         """Ends the process, with force after two seconds. May be called twice."""
-        self._closing = True
-        self._mailbox.close()
-        self._wire.hang_up()
-        for thread in self._threads:
-            thread.join()
-        self._wire.close()
-
-    def _write(self) -> None:
-        try:
-            self._wire.send(self._start)
-            while (command := self._mailbox.take(wait=True)) is not None:
-                self._wire.send(command)
-        except OSError:
-            pass  # it is gone, as the other thread has noticed
-        except Exception as error:
-            self._error = error
-            self._wire.hang_up()
-
-    def _read(self) -> None:
-        try:
-            while (report := self._wire.receive()) is not None:
-                self._take(report)
-        except Exception as error:
-            self._error = error
-        self._mailbox.close()
-        self._wire.hang_up()  # upon which the process ends
-        code = reap(self._process)
-        if not self._closing:
-            self._error = self._error or EngineError("draft process", self.pid, *last_words(code))
-            log.error("the process of drafter %r died; requests go on without it: %s", self._name, self._error)
-            self._on_death(self._error)
+        self._child.close()
         self._started.set()
 
-    def _take(self, report: Proposal | Exhausted | Alive | Logged | Ready | Failed) -> None:
+    def _take(self, report: Proposal | Exhausted | Alive | Ready) -> None:
         match report:
             case Proposal():
                 self._publish(report)
             case Exhausted(request_ids):
                 self._report_out_of_memory(request_ids)
-            case Logged(name, level, text):
-                logging.getLogger(name).log(level, "%s", text)
             case Alive(busy, budget):
                 self._health, self._heard = Health("up", busy, budget), time.monotonic()
             case Ready():
                 self._started.set()
                 self._on_ready()
-            case Failed():
-                raise report.error("draft process")
+
+    def _die(self, error: BaseException) -> None:
+        self._error = error
+        log.error("the process of drafter %r died; requests go on without it: %s", self._name, error)
+        self._on_death(error)
+        self._started.set()

@@ -4,13 +4,52 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from typing import Generic, TypeVar
 
 from langchain_card.core.messages import Begin, Correct, End
 from langchain_card.ports import DraftCommand, Health, Worker
 from langchain_card.transports.inline import InlineTransport
 
+Message = TypeVar("Message")
 
-class Mailbox:
+
+class MessageQueue(Generic[Message]):
+    """Messages in order, for one thread, until it is closed."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: Message) -> None:
+        """Appends a message."""
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify()
+
+    def take(self, *, wait: bool) -> Message | None:
+        """The oldest message; None when there is none (`wait`: and the queue was closed)."""
+        with self._changed:
+            while wait and not self._messages and not self._closed:
+                self._changed.wait()
+            return self._messages.pop(0) if self._messages and not self._closed else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._closed
+
+    def close(self) -> None:
+        """Wakes the thread for the last time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
+class Mailbox(MessageQueue[DraftCommand]):
     """Commands in order, without those that later ones have made needless.
 
     A correction is cumulative and takes back all leave, so it stands for the corrections and the leave before it; the
@@ -18,37 +57,21 @@ class Mailbox:
     and they hold each token once.
     """
 
-    def __init__(self) -> None:
-        self._commands: list[DraftCommand] = []
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._commands)
-
-    def put(self, command: DraftCommand) -> None:
+    def put(self, message: DraftCommand) -> None:
         """Appends a command."""
         with self._changed:
-            if isinstance(command, Correct | End):
-                self._commands = [
-                    c for c in self._commands if c.request_id != command.request_id or isinstance(c, Begin | End)
+            if isinstance(message, Correct | End):
+                self._messages = [
+                    c for c in self._messages if c.request_id != message.request_id or isinstance(c, Begin | End)
                 ]
-            own = [c for c in self._commands if c.request_id == command.request_id]
-            if isinstance(command, End) and own and isinstance(own[-1], Begin):
-                self._commands.remove(own[-1])  # the worker never hears of it
+            own = [c for c in self._messages if c.request_id == message.request_id]
+            if isinstance(message, End) and own and isinstance(own[-1], Begin):
+                self._messages.remove(own[-1])  # the worker never hears of it
             else:
-                self._commands.append(command)
-            self._changed.notify()
-
-    def take(self, *, wait: bool) -> DraftCommand | None:
-        """The oldest command; None when there is none (`wait`: and the mailbox was closed)."""
-        with self._changed:
-            while wait and not self._commands and not self._closed:
-                self._changed.wait()
-            return self._commands.pop(0) if self._commands and not self._closed else None
+                super().put(message)
 
     def hand(self, apply: Callable[[DraftCommand], None], *, wait: bool) -> bool:
-        """The same, and applies it before anything else is put or dropped; whether there was one."""
+        """Takes a command and applies it before anything else is put or dropped; whether there was one."""
         with self._changed:
             command = self.take(wait=wait)
             if command is not None:
@@ -58,18 +81,7 @@ class Mailbox:
     def drop(self, request_id: int) -> None:
         """Forgets a request's commands; none of them is half applied after that."""
         with self._changed:
-            self._commands = [command for command in self._commands if command.request_id != request_id]
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more is taken."""
-        return self._closed
-
-    def close(self) -> None:
-        """Wakes the worker for the last time."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+            self._messages = [command for command in self._messages if command.request_id != request_id]
 
 
 def work(worker: Worker, mailbox: Mailbox, but: Collection[int] = ()) -> None:
