@@ -197,7 +197,7 @@ def test_models_that_are_not_served(http: httpx.Client, model: CARDChatModel) ->
 
 
 def test_routes_that_are_not_there(http: httpx.Client) -> None:
-    for method, path, status in (("GET", "/", 404), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405),
+    for method, path, status in (("POST", "/", 405), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405),
                                  ("GET", "/docs", 404), ("DELETE", "/v1/models", 405)):  # fmt: skip
         response = http.request(method, path)
         assert response.status_code == status and error_of(response)["type"] == "invalid_request_error"

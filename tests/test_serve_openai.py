@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 CALLED = [("add", {"a": 1, "b": -2}), ("weather", {"place": "Ō\n"})]
 CARD = {"schedule", "tokens_per_second", "mean_accepted_length", "hit_rate", "accepted_by_source", "seed"}
 STATS = {"rounds", "output_tokens", "accepted", "mean_accepted_length", "acceptance_rate", "hit_rate", "schedule"}
+STATS |= {"seconds", "target_busy_seconds", "draft_busy_seconds"}
 THINKS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
     "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"
@@ -206,6 +207,9 @@ def test_streams_tell_who_proposed_each_token(model: CARDChatModel, client: open
     assert {name: proposed.count(name) for name in set(proposed)} == end.card["accepted_by_source"] and proposed
     counts = [chunk.card["stats"]["output_tokens"] for chunk in others]
     assert counts == sorted(counts) and counts[-1] == len(tokens)
+    for name in ("seconds", "target_busy_seconds", "draft_busy_seconds"):
+        times = [chunk.card["stats"][name] for chunk in [*others, end]]
+        assert times == sorted(times) and times[0] >= 0 and (times[-1] > 0 or name.startswith("draft"))
 
 
 # Tools.

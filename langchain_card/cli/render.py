@@ -51,7 +51,7 @@ def share(part: float, whole: float) -> str:
 
 def seconds_of(stats: RequestStats) -> float:
     """Seconds since the first token, or from there to the end."""
-    return max(0.0, (stats.ended or time.perf_counter()) - stats.first_token)
+    return stats.seconds(time.perf_counter())
 
 
 def progress(stats: RequestStats | None) -> str:

@@ -133,7 +133,7 @@ class RequestStats:
         cached_tokens: tokens of the prompt that need not be read, known from an earlier request.
         draft_steps, draft_nodes: steps of drafts that cost time, and candidates that they expanded.
         waited: seconds that rounds waited for their draft.
-        submitted, started, first_token, ended: times.
+        submitted, started, first_token, ended: times; `ended` is 0 until then.
     """
 
     schedule: str = "plain"
@@ -226,6 +226,10 @@ class RequestStats:
         """Tokens after the first, by the time after the first token."""
         seconds = self.ended - self.first_token
         return (self.output_tokens - 1) / seconds if seconds > 0 and self.output_tokens > 1 else 0.0
+
+    def seconds(self, now: float) -> float:
+        """From the first token to now; of an answer that has ended, to its end."""
+        return max(0.0, (self.ended or now) - self.first_token)
 
     @property
     def decode_seconds(self) -> float:

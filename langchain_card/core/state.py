@@ -52,7 +52,7 @@ class RequestState:
     def waiting(cls, request: Request, now: float, output_ids: Sequence[int] = ()) -> RequestState:
         """A request as it arrives, with what is known of its answer."""
         schedule = request.params.schedule
-        stats = RequestStats(schedule=schedule, submitted=now, started=now, first_token=now, ended=now)
+        stats = RequestStats(schedule=schedule, submitted=now, started=now, first_token=now)
         state = cls(request, CandidateTree(request.prompt_ids[-1]), schedule, stats, output_ids=[*output_ids])
         for token in output_ids:
             state.tree.advance(token)

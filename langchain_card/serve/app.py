@@ -22,13 +22,14 @@ from langchain_card.serve.metrics import CLIENT_LEFT, Counting
 from langchain_card.serve.openai.chat import chat_routes
 from langchain_card.serve.openai.completions import completion_routes
 from langchain_card.serve.openai.models import model_routes
+from langchain_card.serve.page import PAGE_PATHS, page_routes
 from langchain_card.serve.problems import Problem, Refused, validation_problem
 from langchain_card.serve.service import Service
 from langchain_card.serve.settings import Settings
 
 _PROMPTS = {"/v1/chat/*": "messages", "/card/*batch": "inputs", "/card/*": "input"}
 """By path: the field that holds the prompt."""
-OPEN_PATHS = ("/health", "/version")
+OPEN_PATHS = ("/health", "/version", *PAGE_PATHS)
 """What needs no key, and is answered while others are not."""
 
 
@@ -58,6 +59,7 @@ def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAP
     app.add_middleware(Counting, metrics=service.metrics)
     for routes in (chat_routes, completion_routes, model_routes, health_routes, *_remote_routes()):
         app.include_router(routes(service))
+    app.include_router(page_routes())
     _add_own_routes(app, service)
     _add_handlers(app, service)
     return app

@@ -134,7 +134,7 @@ class ChatChunks:
 
 
 def progress(pieces: Sequence[Piece], stats: RequestStats) -> dict[str, Any]:
-    """What a stream tells of its tokens: who proposed them, and counts so far.
+    """What a stream tells of its tokens: who proposed them, and counts and seconds since the first token.
 
     Args:
         pieces: the tokens.
@@ -149,6 +149,9 @@ def progress(pieces: Sequence[Piece], stats: RequestStats) -> dict[str, Any]:
         "acceptance_rate": round(stats.acceptance_rate, 4),
         "hit_rate": round(stats.hit_rate, 4),
         "schedule": stats.schedule,
+        "seconds": round(stats.seconds(time.perf_counter()), 4),
+        "target_busy_seconds": round(stats.target_busy, 4),
+        "draft_busy_seconds": round(stats.draft_busy, 4),
     }
     return {"tokens": tokens, "stats": counts}
 

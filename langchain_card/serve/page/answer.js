@@ -1,0 +1,90 @@
+// An answer as it is written: tokens tinted by who proposed them, fenced code in blocks. All of it is text, never HTML.
+
+const FENCE = /^[ \t]*```/;
+
+/** Makes an element of a class, with a text. */
+export function element(tag, name, text = "") {
+  const made = document.createElement(tag);
+  made.className = name;
+  made.textContent = text;
+  return made;
+}
+
+/** One answer; `element` shows it, `text` is what it says so far. */
+export class Answer {
+  #thoughts = null;
+  #block; // takes the next token
+  #line = []; // [span, text] of the line that is written
+  #inCode = false;
+  #inFence = false;
+
+  constructor() {
+    this.text = "";
+    this.element = element("article", "answer");
+    this.element.setAttribute("aria-label", "Answer");
+    this.#block = this.#add(element("div", "prose"));
+  }
+
+  get isEmpty() {
+    return !this.text && !this.#thoughts;
+  }
+
+  /** Adds what the model thinks before it answers. */
+  think(text, source) {
+    if (!this.#thoughts) {
+      const details = element("details", "thoughts");
+      this.#thoughts = element("div", "prose");
+      details.append(element("summary", "", "Thoughts"), this.#thoughts);
+      this.element.prepend(details);
+    }
+    this.#thoughts.append(span(text, source, true));
+  }
+
+  /** Adds the text of a token; `source` is the drafter that had proposed it, or "". */
+  write(text, source) {
+    this.text += text;
+    text.split(/(?<=\n)/).forEach((part, number) => this.#write(part, source, number === 0));
+  }
+
+  /** Adds a line of small print. */
+  note(text) {
+    this.element.append(element("p", "note", text));
+  }
+
+  #write(part, source, begins) {
+    const token = span(part, source, begins);
+    this.#block.append(token);
+    this.#line.push([token, part]);
+    if (!this.#inFence && FENCE.test(this.#line.map(([, text]) => text).join(""))) this.#openFence();
+    if (this.#inFence) this.#line.forEach(([each, text]) => (each.textContent = text.replace(/[`\n]/g, "")));
+    if (!part.endsWith("\n")) return;
+    this.#line = [];
+    if (this.#inFence) this.#closeFence();
+  }
+
+  /** The line that is written becomes the fence in front of, or behind, a block of code. */
+  #openFence() {
+    const code = this.#inCode ? this.#block.parentElement : this.#add(element("div", "code"));
+    this.#block = code.appendChild(element("div", "fence"));
+    this.#block.append(...this.#line.map(([each]) => each));
+    this.#inFence = true;
+  }
+
+  #closeFence() {
+    this.#inFence = false;
+    this.#inCode = !this.#inCode;
+    const code = this.#block.parentElement;
+    this.#block = this.#inCode ? code.appendChild(element("pre", "")) : this.#add(element("div", "prose"));
+  }
+
+  #add(block) {
+    return this.element.appendChild(block);
+  }
+}
+
+/** A token, or a part of one; `begins` marks its first part, so that tokens can be counted. */
+function span(text, source, begins) {
+  const made = element("span", begins ? "token" : "", text);
+  if (source) made.dataset.source = source;
+  return made;
+}
