@@ -34,7 +34,7 @@ def server(*arguments: str) -> Iterator[str]:
     """The address of a server."""
     code = "import sys; from langchain_card.cli import main; sys.exit(main())"
     command = [sys.executable, "-W", "ignore", "-c", code, "serve", "--port", "0", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             found = next(filter(None, (re.search(r"running on (http://\S+)", line) for line in process.stderr)))

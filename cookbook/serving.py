@@ -27,6 +27,7 @@
 # %%
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,8 +36,8 @@ import httpx
 URL = "http://127.0.0.1:8765"
 
 command = Path(sys.executable).parent / "langchain-card"
-log = Path("/tmp/langchain-card-serve.log").open("w")
-server = subprocess.Popen([command, "serve", "--port", "8765"], stderr=log)
+log = tempfile.NamedTemporaryFile("w", prefix="langchain-card-", suffix=".log")
+server = subprocess.Popen([command, "serve", "--port", "8765"], stdout=log, stderr=log)
 
 
 def health() -> str:
@@ -47,7 +48,7 @@ def health() -> str:
 
 
 while health() != "ok":
-    assert server.poll() is None, "see the log"
+    assert server.poll() is None, Path(log.name).read_text()
     time.sleep(0.2)
 httpx.get(f"{URL}/health").json()
 

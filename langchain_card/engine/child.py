@@ -43,6 +43,7 @@ def _serve(wire: Wire) -> None:
     beat(wire, lambda: Alive(engines[0].backend.health() if engines else {}))
     _hide_progress_bars()
     engines.append(engine := Engine(replace(load.config, isolate=False)))
+    wire.send(Alive(engine.backend.health()))
     wire.send(Loaded(engine.config.limits))
     while (message := wire.receive()) is not None:
         _take(message, engine, wire)

@@ -83,9 +83,9 @@ class ChatChunks:
         """The objects that a chunk becomes; none where it tells nothing."""
         if not self._begun:
             self._begun = True
-            yield self._object({"role": "assistant", "content": ""})
+            yield self._object({"role": "assistant", "content": ""}, None, self._card(0))
         last = chunk.chunk_position == "last"
-        delta, logprobs, card = self._delta(chunk), _logprobs(chunk.response_metadata), self._card(last)
+        delta, logprobs, card = self._delta(chunk), _logprobs(chunk.response_metadata), self._card(int(not last))
         if delta or logprobs or (card and not last):
             yield self._object(delta or {"content": ""}, logprobs, {} if last else card)
         if last:
@@ -121,15 +121,15 @@ class ChatChunks:
         else:
             calls.append({"index": number, "function": {"arguments": written}})
 
-    def _card(self, last: bool) -> dict[str, Any]:
-        """What `card` holds in the object of a chunk: each chunk but the last is that of one piece."""
+    def _card(self, num_pieces: int) -> dict[str, Any]:
+        """What tells of so many pieces more: each chunk but the last is that of one."""
         if self._consumer is None or not self._consumer.generations:
             return {}
         (generation,) = self._consumer.generations
         if generation.stats is None:
             return {}
-        pieces = [] if last else [generation.pieces[self._num_pieces]]
-        self._num_pieces += len(pieces)
+        pieces = generation.pieces[self._num_pieces : self._num_pieces + num_pieces]
+        self._num_pieces += num_pieces
         return {"card": progress(pieces, generation.stats)}
 
 
