@@ -7,6 +7,7 @@ import { Problem, completion, hasKey, keepKey, modelName } from "./stream.js";
 const at = (id) => document.getElementById(id);
 const log = at("log"), prompt = at("prompt"), welcome = at("welcome");
 const lanes = new Lanes(at("target"), at("draft"));
+const UNKNOWN = "–";
 
 let model = "";
 let turns = []; // the conversation, as the next request tells it
@@ -49,7 +50,7 @@ function begin(answer) {
   log.append(answer.element);
   log.setAttribute("aria-busy", "true");
   lanes.clear();
-  for (const id of ["speed", "hits", "length", "first", "ran"]) at(id).textContent = "–";
+  for (const id of ["speed", "hits", "length", "first", "ran"]) at(id).textContent = UNKNOWN;
   at("meter").hidden = false;
   at("send").textContent = "Stop";
   say("Answering.");
@@ -60,7 +61,8 @@ function take(event, answer, { stats, usage, reason }, start) {
   const [choice] = event.choices;
   const [token] = event.card?.tokens ?? [];
   const { content = "", reasoning_content: thought = "" } = choice?.delta ?? {};
-  if (token && !stats) at("first").textContent = `${((performance.now() - start) / 1000).toFixed(2)} s`;
+  if (token && at("first").textContent === UNKNOWN)
+    at("first").textContent = `${((performance.now() - start) / 1000).toFixed(2)} s`;
   if (thought) answer.think(thought, token?.source);
   if (content || (token && !thought)) answer.write(content, token?.source);
   if (event.card) show(event.card.stats);
@@ -77,7 +79,7 @@ function show(stats) {
 }
 
 function speed({ output_tokens: tokens, seconds }) {
-  return tokens > 1 && seconds > 0 ? ((tokens - 1) / seconds).toFixed(1) : "–";
+  return tokens > 1 && seconds > 0 ? ((tokens - 1) / seconds).toFixed(1) : UNKNOWN;
 }
 
 function finish(answer, { stats, usage }, remark) {
