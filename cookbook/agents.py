@@ -23,7 +23,8 @@
 # ## Tools
 #
 # Plain functions. What their arguments may be is said in their types, and it pays to say much: `calculate` takes
-# numbers and signs between them, so that the model cannot write `total * 0.19` there.
+# numbers and signs between them, so that the model cannot write `total * 0.19` there. And lengths have bounds: a call
+# that `max_tokens` cuts off is none.
 
 # %%
 import ast
@@ -46,7 +47,7 @@ shop.executescript(
 
 
 @tool
-def query(sql: Annotated[str, Field(pattern=r"^SELECT .*$", description="one SELECT statement")]) -> str:
+def query(sql: Annotated[str, Field(pattern=r"^SELECT .{1,120}$", description="one SELECT statement")]) -> str:
     """Ask the shop's SQLite database. It has one table: orders(id, customer, amount)."""
     try:
         return json.dumps(shop.execute(sql).fetchall())
@@ -58,7 +59,7 @@ SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, a
 
 
 @tool
-def calculate(expression: Annotated[str, Field(pattern=r"^\d+(\.\d+)?( [+*/-] \d+(\.\d+)?)+$")]) -> str:
+def calculate(expression: Annotated[str, Field(pattern=r"^\d{1,9}(\.\d{1,9})?( [+*/-] \d{1,9}(\.\d{1,9})?){1,5}$")]) -> str:
     """Calculate an expression: numbers and + - * / between them."""
 
     def value(node):
