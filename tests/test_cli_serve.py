@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 class Process:
     """A server in a process, on a free port; what it writes to standard error is kept."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, until: str = "running on") -> None:
+        self._until = until
         command = [sys.executable, "-c", CLI, "serve", "--port", "0", *args]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.said = ""
@@ -46,13 +48,12 @@ class Process:
         self._reader.start()
         assert self.started.wait(120), self.said
         found = re.search(r"running on http://([^ ]*):(\d+)", self.said)
-        assert found, self.said
-        self.url = f"http://127.0.0.1:{found[2]}"
+        self.url = f"http://127.0.0.1:{found[2]}" if found else ""
 
     def _read(self) -> None:
         for line in self.process.stderr or ():
             self.said += line
-            if "running on" in line:
+            if self._until in line:
                 self.started.set()
         self.started.set()
 
@@ -123,6 +124,42 @@ def test_nothing_outlives_a_server_that_is_killed(server: Process) -> None:
     until(lambda: all(gone(child.pid) for child in children), 10)
 
 
+def test_asked_twice_it_ends_answers(server: Process) -> None:
+    body = {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG, "stream": True}
+    with posted(server.url, CHAT, body) as running:
+        seen = running.recv(1000)
+        server.process.send_signal(signal.SIGINT)
+        until(lambda: "answers are written" in server.said)
+        assert server.end(signal.SIGINT) == 0
+        while piece := running.recv(1 << 16):
+            seen = seen[-1000:] + piece
+    assert b'"code":"shutting_down"' in seen and "Traceback" not in server.said
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_while_it_loads_it_ends_at_once(pair: tuple[str, ...], sig: int, code: int) -> None:
+    server = Process(*pair, until="in a process of its own")
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    start = time.monotonic()
+    assert server.end(sig) == code
+    until(lambda: all(gone(child.pid) for child in children), 10)
+    assert time.monotonic() - start < 5 and "Traceback" not in server.said and not server.url
+
+
+def test_what_keeps_it_from_starting_is_one_line(pair: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", *pair, "--port", port]) == 2
+    assert f"--port = {port}: cannot be used at 127.0.0.1 (Address already in use)" in capsys.readouterr().err
+    assert main(["serve", *pair, "--host", "nowhere.invalid", "--insecure"]) == 2
+    assert "--host = 'nowhere.invalid': is no address" in capsys.readouterr().err
+    other = make_pair(tmp_path, tokens=["one more"])["draft_model"]
+    server = Process(pair[0], pair[1], "--draft-model", other, until="never")
+    assert server.process.wait(60) == 2 and server.said.count("\n") < 6
+    assert "langchain-card: draft_model" in server.said and "Traceback" not in server.said
+    server.end()
+
+
 def test_keys_from_a_file(pair: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")
@@ -168,6 +205,10 @@ def test_addresses(tmp_path: Path) -> None:
             check_address(host, 0, has_keys=False, insecure=False)
         check_address(host, 0, has_keys=True, insecure=False)
         check_address(host, 0, has_keys=False, insecure=True)
+    noted = tmp_path / "noted"
+    noted.write_text("one\ntwo # of Ann\n")
+    with pytest.raises(InvalidInputError, match=r"--api-key-file.*key 2 must be .* without blanks"):
+        read_keys(noted)
     empty = tmp_path / "empty"
     empty.write_text("\n \n")
     with pytest.raises(InvalidInputError, match="holds no key"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import ipaddress
-import signal
+import logging
+import logging.config
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
     from langchain_card.serve.service import Service
     from langchain_card.serve.settings import Settings
+
+log = logging.getLogger("langchain_card.serve")
 
 _GOODBYE_SECONDS = 5
 """For clients to read that their answer was ended."""
@@ -78,6 +83,10 @@ def read_keys(path: Path) -> tuple[str, ...]:
         keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError("--api-key-file", str(path), f"cannot be read ({type(error).__name__})") from error
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            limit = f"key {number} must be printable ASCII characters without blanks"
+            raise InvalidInputError("--api-key-file", str(path), limit, "a line holds a key and nothing else")
     if not keys:
         hint = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
         raise InvalidInputError("--api-key-file", str(path), "holds no key", hint)
@@ -123,6 +132,28 @@ def _settings(args: argparse.Namespace, keys: tuple[str, ...]) -> Settings:
     )
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, which does not listen yet: that it is taken is found out before weights are loaded.
+
+    Raises:
+        InvalidInputError: it is taken, or none of this machine's.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidInputError("--host", host, f"is no address ({error.strerror})") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        hint = "is another server running? --port 0 takes a free one"
+        raise InvalidInputError("--port", port, f"cannot be used at {host} ({error.strerror})", hint) from error
+    return bound
+
+
 def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -> None:
     try:
         import uvicorn
@@ -131,22 +162,46 @@ def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -
         raise InvalidInputError("serve", error.name, "is missing, which the server needs", hint) from error
     from langchain_card.serve import create_app
 
+    bound = bind(args.host, args.port)
+    logging.config.dictConfig(_log_config(uvicorn.config.LOGGING_CONFIG))
     app = create_app(model, settings)
     service: Service = app.state.service
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    address = f"http://{host}:{bound.getsockname()[1]}"
 
     class Server(uvicorn.Server):
-        """Takes no new requests once it was asked to end; a second ctrl-c does not wait for those that run."""
+        """Asked to end it drains; asked again it ends the answers; at the third time it goes at once."""
+
+        loop: asyncio.AbstractEventLoop | None = None
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            self.loop = asyncio.get_running_loop()
+            log.info("%s running on %s (a page at /, OpenAI's interface at /v1)", service.names[0], address)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
-            self.force_exit = self.should_exit and sig == signal.SIGINT
-            self.should_exit = service.draining = True
+            if not self.should_exit:
+                self.should_exit = service.draining = True
+            elif self.loop is not None and not service.ending.done():
+                self.loop.call_soon_threadsafe(service.end)
+            else:
+                self.force_exit = True
 
         async def shutdown(self, sockets: Any = None) -> None:
+            log.info("ends when all answers are written, after %d s at the latest; ctrl-c ends them now", args.drain)
             asyncio.get_running_loop().call_later(args.drain, service.end)
             await super().shutdown(sockets)
 
     end = args.drain + _GOODBYE_SECONDS
-    config = uvicorn.Config(
-        app, host=args.host, port=args.port, timeout_graceful_shutdown=end, server_header=False, ws="none"
-    )
-    Server(config).run()
+    config = uvicorn.Config(app, timeout_graceful_shutdown=end, server_header=False, ws="none", log_config=None)
+    with bound, model.load():  # here, where ctrl-c ends it, and an error is one line
+        Server(config).run([bound])
+
+
+def _log_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Uvicorn's, with times, and for this package's own records, too."""
+    config = copy.deepcopy(config)
+    for formatter in config["formatters"].values():
+        formatter["fmt"] = f"%(asctime)s {formatter['fmt']}"
+    config["loggers"]["langchain_card"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    return config
