@@ -35,7 +35,7 @@ async function ask() {
 
 async function meet() {
   model ||= await modelName();
-  at("model").textContent = model;
+  at("model").textContent = at("model").title = model;
 }
 
 function body() {
@@ -65,6 +65,7 @@ function take(event, answer, { stats, usage, reason }, start) {
     at("first").textContent = `${((performance.now() - start) / 1000).toFixed(2)} s`;
   if (thought) answer.think(thought, token?.source);
   if (content || (token && !thought)) answer.write(content, token?.source);
+  if (token?.source) at("legend").querySelector(`[data-source=${token.source}]`).hidden = false;
   if (event.card) show(event.card.stats);
   follow();
   return { stats: event.card?.stats ?? stats, usage: event.usage ?? usage, reason: choice?.finish_reason ?? reason };
@@ -241,7 +242,8 @@ prompt.addEventListener("keydown", (event) => {
   send();
 });
 document.addEventListener("keydown", (event) => {
-  const closing = at("keys").open || at("settings").matches(":popover-open");
+  const popovers = CSS.supports("selector(:popover-open)"); // older browsers throw at the selector
+  const closing = at("keys").open || (popovers && at("settings").matches(":popover-open"));
   if (event.key === "Escape" && !closing) running?.abort();
 });
 new ResizeObserver(() => follow()).observe(log);
