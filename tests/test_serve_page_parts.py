@@ -119,7 +119,9 @@ def test_code_is_copied(model: CARDChatModel, tab: Tab) -> None:
         assert tab.page.evaluate("navigator.clipboard.readText()") == "if a != b:\n    c()\n"
         tab.page.context.clear_permissions()
         expect(button).to_have_text("Copy")
-        assert tab.answers.last.get_by_role("button").count() == 2 and tab.color("pre", "fontVariantLigatures") == "none"
+        assert (
+            tab.answers.last.get_by_role("button").count() == 2 and tab.color("pre", "fontVariantLigatures") == "none"
+        )
         tab.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as over plain HTTP
         tab.answered()
         expect(tab.answers.last.get_by_role("button")).to_have_count(0)
