@@ -110,9 +110,11 @@ def test_what_is_stopped_before_it_begins_is_dropped(model: CARDChatModel, url: 
         tab.page.keyboard.press("Escape")
         until(lambda: num_open(model) == 1)
         expect(tab.answers).to_have_count(0)
+        expect(tab.log).to_contain_text("Not answered")
+        expect(tab.prompt).to_have_value("one")
     with says(model, "Yes.", prompts):
         assert tab.answered("two") == "Yes."
-    assert prompts == ["<user>one\n<user>two\n<ai>"]
+    assert prompts == ["<user>two\n<ai>"]
 
 
 def test_a_new_chat(model: CARDChatModel, tab: Tab) -> None:
@@ -138,6 +140,16 @@ def test_thoughts_are_apart(model: CARDChatModel, tab: Tab) -> None:
         expect(tab.answers.last.locator(":scope > .prose")).to_have_text("So.")
         tab.answered("two")
     assert prompts[1] == "<user>one\n<assistant>So.\n<user>two\n<ai>"
+
+
+def test_thoughts_alone_are_no_answer(model: CARDChatModel, tab: Tab) -> None:
+    prompts: list[str] = []
+    with says(model, "<think>I see.</think>", prompts):
+        tab.answered("one")
+        expect(tab.log.get_by_label("You")).to_contain_text("Not answered")
+    with says(model, "Yes.", prompts):
+        assert tab.answered("two") == "Yes."
+    assert prompts == ["<user>one\n<ai>", "<user>two\n<ai>"]
 
 
 def test_code_is_in_blocks(model: CARDChatModel, tab: Tab) -> None:

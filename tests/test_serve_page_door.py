@@ -142,6 +142,35 @@ def test_what_is_refused_is_said_and_tried_again(model: CARDChatModel, browser: 
 
 
 @needs_chromium
+def test_what_cannot_be_answered_is_given_back_and_not_told_again(model: CARDChatModel, browser: Browser) -> None:
+    prompts: list[str] = []
+    with served(model) as url, says(model, "Yes.", prompts):
+        tab, text = Tab(browser, url), "long" * 2250
+        alert, questions = tab.log.get_by_role("alert"), tab.log.get_by_label("You")
+        tab.ask(text)
+        expect(alert).to_contain_text("8,192 tokens")
+        expect(tab.page.locator("#status")).to_have_text("The answer failed.")
+        expect(tab.prompt).to_have_value(text)
+        alert.get_by_role("button", name="Try again").click()
+        expect(alert).to_have_count(1)
+        expect(tab.prompt).to_have_value(text)
+        expect(questions).to_have_text([text])
+        assert tab.answered("Hi") == "Yes." and tab.answered("So?") == "Yes."
+        expect(tab.prompt).to_have_value("")
+        expect(questions).to_have_text([f"{text}Not answered", "Hi", "So?"])
+        assert not any("long" in prompt for prompt in prompts) and len(prompts) == 2
+        assert "Hi" in prompts[1] and "Yes." in prompts[1] and all(map(REFUSED.fullmatch, tab.complaints))
+        tab.ask(text)
+        expect(alert).to_have_count(2)
+        tab.prompt.fill("mine")
+        alert.get_by_role("button", name="Try again").click()
+        expect(alert).to_have_count(2)
+        expect(tab.button).to_have_text("Send")
+        expect(tab.prompt).to_have_value("mine")  # what the reader writes is left alone
+        tab.page.close()
+
+
+@needs_chromium
 def test_answers_that_fail_in_the_middle(
     model: CARDChatModel, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:

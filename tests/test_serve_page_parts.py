@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from browsed import Tab, needs_chromium, started
 from played import make_pair
 from playwright.sync_api import expect
-from served import says, served
+from served import says, served, until
 
 from langchain_card import CARDChatModel
 
@@ -34,13 +35,31 @@ def tab(model: CARDChatModel) -> Iterator[Tab]:
 
 @pytest.mark.parametrize("schedule", ["plain", "parallel"])
 def test_lanes_show_who_worked(model: CARDChatModel, tab: Tab, schedule: str) -> None:
+    tab.page.reload()
     tab.set(schedule=schedule)
     with says(model, TALE):
         tab.answered()
+    works = schedule != "plain"
+    assert tab.page.locator(".lane:visible span:first-child").all_inner_texts() == ["target", "draft"][: 1 + works]
+    assert set(legend(tab)) == {*tab.tinted(), ""} and bool(tab.tinted()) == works
     drawn = {lane: tab.page.locator(f"#{lane} path").get_attribute("d") or "" for lane in ("target", "draft")}
     expect(tab.page.locator("#ran")).to_have_text(schedule)
-    assert drawn["target"].count("M") > 2 and ("M" in drawn["draft"]) == (schedule != "plain")
-    assert (tab.page.locator("#draft + span").inner_text() == "0 %") == (schedule == "plain")
+    assert drawn["target"].count("M") > 2 and ("M" in drawn["draft"]) == works
+    assert (tab.page.locator("#draft + span").text_content() == "0 %") == (schedule == "plain")
+
+
+def test_without_a_draft_model_none_is_spoken_of(tmp_path: Path, tab: Tab) -> None:
+    fields = make_pair(tmp_path) | {"draft_model": "ngram"}
+    with CARDChatModel(**fields).load() as model, served(model) as url, says(model, TALE[:100] * 3):
+        other = Tab(tab.page.context.browser, url)
+        other.answered()
+        assert legend(other) == ["ngram", ""] and other.page.locator(".lane:visible").count() == 1
+        other.page.close()
+
+
+def legend(tab: Tab) -> list[str]:
+    """The sources of tokens that are explained; "" is the target."""
+    return [each.get_attribute("data-source") or "" for each in tab.page.locator(".legend > span:visible").all()]
 
 
 def test_lanes_are_as_high_as_what_was_measured(tab: Tab) -> None:
@@ -69,6 +88,56 @@ def test_lanes_are_as_high_as_what_was_measured(tab: Tab) -> None:
     assert blocks(drawn[3][0]) == [near(0, 0.5, 0.1), near(0.2, 1, 0.3)]
     assert blocks(drawn[3][1]) == [near(0.1, 1, 0.2), near(0.2, 0.2, 0.3)]  # what does not fit goes on
     assert blocks(drawn[4][1]) == [near(-1, 0.5, 12)]
+
+
+def test_escape_stops_where_there_are_no_popovers(model: CARDChatModel, tab: Tab) -> None:
+    tab.page.evaluate("""() => {
+        const of = Element.prototype.matches, supports = CSS.supports;
+        Element.prototype.matches = function (selector) {
+          if (selector.includes("popover")) throw new SyntaxError(selector);
+          return of.call(this, selector);
+        };
+        CSS.supports = (...said) => !said.join().includes("popover") && supports(...said);
+    }""")
+    with says(model, TALE):
+        tab.ask("Q")
+        until(lambda: len(tab.said()) > 20)
+        tab.page.keyboard.press("Escape")
+        expect(tab.notes.last).to_contain_text("Stopped")
+    tab.page.reload()
+
+
+def test_code_is_copied(model: CARDChatModel, tab: Tab) -> None:
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    with says(model, "So:\n```python\nif a != b:\n    c()\n```\nor\n```\nd\n```\n"):
+        tab.answered()
+        button = tab.answers.last.get_by_role("button").first
+        expect(button).to_have_text("Copy")
+        button.focus()
+        tab.page.keyboard.press("Enter")
+        expect(button).to_have_text("Copied")
+        assert tab.page.evaluate("navigator.clipboard.readText()") == "if a != b:\n    c()\n"
+        tab.page.context.clear_permissions()
+        expect(button).to_have_text("Copy")
+        assert (
+            tab.answers.last.get_by_role("button").count() == 2 and tab.color("pre", "fontVariantLigatures") == "none"
+        )
+        tab.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as over plain HTTP
+        tab.answered()
+        expect(tab.answers.last.get_by_role("button")).to_have_count(0)
+    tab.page.reload()
+
+
+@pytest.mark.parametrize("width", [320, 360, 1280])
+def test_the_name_of_the_model_is_read_in_full(model: CARDChatModel, tab: Tab, width: int) -> None:
+    name = "qwen2.5-coder-7b-instruct"
+    with served(model, model_names=(name,)) as url:
+        other = Tab(tab.page.context.browser, url, viewport={"width": width, "height": 640})
+        expect(other.page.locator("#model")).to_have_text(name)
+        fits = "heading => heading.scrollWidth <= heading.clientWidth && heading.scrollHeight <= heading.clientHeight"
+        assert other.page.locator("h1").evaluate(fits) and other.page.locator("#model").get_attribute("title") == name
+        assert other.page.evaluate("document.documentElement.scrollWidth") == width and other.complaints == []
+        other.page.close()
 
 
 SPLITS = [

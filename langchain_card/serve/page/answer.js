@@ -74,12 +74,25 @@ export class Answer {
     this.#inFence = false;
     this.#inCode = !this.#inCode;
     const code = this.#block.parentElement;
-    this.#block = this.#inCode ? code.appendChild(element("pre", "")) : this.#add(element("div", "prose"));
+    this.#block = this.#inCode ? element("pre", "") : this.#add(element("div", "prose"));
+    if (this.#inCode) code.append(...copiers(this.#block), this.#block);
   }
 
   #add(block) {
     return this.element.appendChild(block);
   }
+}
+
+/** A button that copies what a block says, where the browser lets the page do so. */
+function copiers(block) {
+  if (!navigator.clipboard) return [];
+  const copy = element("button", "copy", "Copy");
+  copy.addEventListener("click", async () => {
+    const done = await navigator.clipboard.writeText(block.textContent).then(() => true, () => false);
+    copy.textContent = done ? "Copied" : "Not allowed";
+    setTimeout(() => (copy.textContent = "Copy"), 2000);
+  });
+  return [copy];
 }
 
 /** A token, or a part of one; `begins` marks its first part, so that tokens can be counted. */

@@ -4,7 +4,7 @@ export const WINDOW = 12; // seconds that are shown
 const LEAST = 0.04; // seconds of a block; shorter ones are put together
 const WIDTH = 1000, HEIGHT = 100, GAP = 2; // of the drawing, in its own units
 
-/** One lane, of the seconds that a model has worked since the first token. */
+/** One lane, of the seconds that a model has worked since the first token; one that is hidden shows when it does. */
 class Lane {
   constructor(svg) {
     this.path = svg.querySelector("path");
@@ -28,6 +28,7 @@ class Lane {
   }
 
   show(busy, seconds) {
+    if (busy > 0) this.path.closest(".lane").hidden = false;
     const start = Math.max(0, seconds - WINDOW);
     this.path.setAttribute("d", this.blocks.map((block) => shape(block, start)).join(""));
     this.share.textContent = seconds > 0 ? `${Math.round(100 * Math.min(1, busy / seconds))} %` : "";

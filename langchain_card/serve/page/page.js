@@ -35,7 +35,7 @@ async function ask() {
 
 async function meet() {
   model ||= await modelName();
-  at("model").textContent = model;
+  at("model").textContent = at("model").title = model;
 }
 
 function body() {
@@ -65,6 +65,7 @@ function take(event, answer, { stats, usage, reason }, start) {
     at("first").textContent = `${((performance.now() - start) / 1000).toFixed(2)} s`;
   if (thought) answer.think(thought, token?.source);
   if (content || (token && !thought)) answer.write(content, token?.source);
+  if (token?.source) at("legend").querySelector(`[data-source=${token.source}]`).hidden = false;
   if (event.card) show(event.card.stats);
   follow();
   return { stats: event.card?.stats ?? stats, usage: event.usage ?? usage, reason: choice?.finish_reason ?? reason };
@@ -83,7 +84,7 @@ function speed({ output_tokens: tokens, seconds }) {
 }
 
 function finish(answer, { stats, usage }, remark) {
-  if (answer.text) turns.push({ role: "assistant", content: answer.text });
+  keep(answer);
   if (answer.isEmpty && remark) answer.element.remove();
   const words = remark ? [remark] : [];
   if (stats) {
@@ -104,7 +105,26 @@ function fail(answer, error) {
   again.addEventListener("click", retry);
   answer.element.append(problem);
   failed = answer;
+  if (!answer.text) giveBack();
+  say("The answer failed.");
   if (error.status === 401) askForKey().then((given) => given && failed === answer && retry());
+}
+
+/** What was said is told with the next request; a question to which nothing was said is not. */
+function keep(answer) {
+  if (answer.text) turns.push({ role: "assistant", content: answer.text });
+  else {
+    giveBack();
+    turns.pop();
+    [...log.querySelectorAll(".question")].at(-1).append(element("p", "unanswered", "Not answered"));
+  }
+}
+
+/** The last question can be mended and sent again, unless there is another one in the box. */
+function giveBack() {
+  if (prompt.value.trim()) return;
+  prompt.value = turns.at(-1).content;
+  fit();
 }
 
 function rest() {
@@ -133,14 +153,17 @@ function send() {
 function retry() {
   failed.element.remove();
   failed = null;
+  if (prompt.value.trim() === turns.at(-1).content) prompt.value = "";
+  fit();
   prompt.focus();
   ask();
 }
 
 /** An answer that failed stays as far as it came, and is not asked for again. */
 function settle() {
-  failed?.element.querySelector(".problem button").remove();
-  if (failed?.text) turns.push({ role: "assistant", content: failed.text });
+  if (!failed) return;
+  failed.element.querySelector(".problem button").remove();
+  keep(failed);
   failed = null;
 }
 
@@ -219,7 +242,8 @@ prompt.addEventListener("keydown", (event) => {
   send();
 });
 document.addEventListener("keydown", (event) => {
-  const closing = at("keys").open || at("settings").matches(":popover-open");
+  const popovers = CSS.supports("selector(:popover-open)"); // older browsers throw at the selector
+  const closing = at("keys").open || (popovers && at("settings").matches(":popover-open"));
   if (event.key === "Escape" && !closing) running?.abort();
 });
 new ResizeObserver(() => follow()).observe(log);
