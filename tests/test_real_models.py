@@ -112,7 +112,9 @@ def test_ten_streamed_answers(noisy_pair: Engine, say: Callable[[str], None]) ->
             firsts.append((calls.times[0] - started) / total)
             rounds, tokens = rounds + card["rounds"], tokens + chunks[-1].usage_metadata["output_tokens"]
     say(f"{tokens} tokens in {rounds} rounds; first call after {statistics.median(firsts):.2f} of the time")
-    assert tokens > 600 and rounds < 0.95 * tokens  # how long they are, and how many fewer, depends on what steps cost here
+    assert (
+        tokens > 600 and rounds < 0.95 * tokens
+    )  # how long they are, and how many fewer, depends on what steps cost here
     assert statistics.median(firsts) < 0.3
 
 
