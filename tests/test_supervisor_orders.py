@@ -168,11 +168,14 @@ def test_who_comes_after_the_end_is_told(supervisor: Supervisor) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_bad_grammar_ends_one_request_of_the_process(tmp_path: Any) -> None:
+def test_a_bad_request_of_the_process_ends_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     wire: Any = type("Wire", (), {"send": lambda _, message: said.append(message)})()
     with Engine(EngineConfig(tiny.make_target("llama", tmp_path), None, dtype="float64", max_model_len=512)) as engine:
         child._take(f.Ask(Request(0, (1, 2), SamplingParams(grammar="start: ("))), engine, wire)
         child._take(f.Ask(Request(1, (1, 2), SamplingParams(max_tokens=2))), engine, wire)
         wait_until(lambda: any(isinstance(message, f.Ended) for message in said))
-    assert [message.request_id for message in said if isinstance(message, f.Refused)] == [0]
+        monkeypatch.setattr(engine.grammars, "start", lambda grammar: 1 // 0)
+        child._take(f.Ask(Request(2, (1, 2), SamplingParams(grammar="start: /a/"))), engine, wire)
+    refused = {message.request_id: message.error.kind for message in said if isinstance(message, f.Refused)}
+    assert refused == {0: "InvalidInputError", 2: "ZeroDivisionError"}

@@ -33,7 +33,15 @@ def start_engine(
         sends=TO_ENGINE,
         takes=FROM_ENGINE,
         first=Load(config),
-        outbox=MessageQueue(),
+        outbox=_Frames(),
         on_message=on_message,
         on_death=on_death,
     )
+
+
+class _Frames(MessageQueue[Any]):
+    """Encodes messages when they are put: who sends one that makes no frame is told, and the process is spared."""
+
+    def put(self, message: Any) -> None:
+        """Appends the message's frame; raises what `Direction.encode` raises."""
+        super().put(TO_ENGINE.encode(message))

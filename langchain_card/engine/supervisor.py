@@ -170,8 +170,14 @@ class Supervisor:
         if self._error is not None:
             self._fail(request_id, self._error)
         elif self._is_up:
+            try:
+                self._send(f.Ask(asked.consumer.request, tuple(asked.output_ids)))
+            except Exception as error:
+                failure = EngineError("request", request_id, f"it cannot be sent to the engine ({error})")
+                failure.__cause__ = error
+                self._fail(request_id, failure)
+                return
             asked.asked = True
-            self._send(f.Ask(asked.consumer.request, tuple(asked.output_ids)))
             if asked.paused:
                 self._send(f.Pause(request_id, paused=True))
 
