@@ -59,7 +59,9 @@ SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, a
 
 
 @tool
-def calculate(expression: Annotated[str, Field(pattern=r"^\d{1,9}(\.\d{1,9})?( [+*/-] \d{1,9}(\.\d{1,9})?){1,5}$")]) -> str:
+def calculate(
+    expression: Annotated[str, Field(pattern=r"^\d{1,9}(\.\d{1,9})?( [+*/-] \d{1,9}(\.\d{1,9})?){1,5}$")],
+) -> str:
     """Calculate an expression: numbers and + - * / between them."""
 
     def value(node):

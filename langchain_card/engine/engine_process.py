@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from langchain_card.config import EngineConfig
+from langchain_card.errors import EngineError
 from langchain_card.transports.engine_frames import FROM_ENGINE, TO_ENGINE, Load
 from langchain_card.transports.processes import ChildProcess
 from langchain_card.transports.thread import MessageQueue
@@ -37,6 +38,15 @@ def start_engine(
         on_message=on_message,
         on_death=on_death,
     )
+
+
+def service_error(error: BaseException) -> EngineError:
+    """What requests are told that were in order: not what loading says to who chose the models."""
+    if type(error) is EngineError:
+        return error
+    wrapped = EngineError(NAME, type(error).__name__, f"it could not go on ({error})", "the log may say more")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 class _Frames(MessageQueue[Any]):
