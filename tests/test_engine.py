@@ -93,6 +93,7 @@ def test_tokenizers_that_differ_are_refused(pair: tuple[str, str], tmp_path: Pat
         (PROMPT, {"temperature": -1.0}, InvalidInputError, "temperature = -1.0"),
         (PROMPT, {"schedule": "paralel"}, InvalidInputError, "schedule = 'paralel'.*did you mean parallel"),
         (PROMPT, {"stop": ("",)}, InvalidInputError, "stop = ''.*1 to 256"),
+        (PROMPT, {"stop": ("a\ud800",)}, InvalidInputError, "stop = .*half a character"),
         (PROMPT * 40, {}, ContextOverflowError, "prompt = '800 tokens'.*the context holds 512.*Hint"),
     ],
 )

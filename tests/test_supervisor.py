@@ -16,10 +16,11 @@ import pytest
 import tiny
 from langchain_core.messages import AIMessageChunk
 from test_process_transport import gone, wait_until
+from test_supervisor_orders import Waiting
 
 from langchain_card import CARDChatModel
 from langchain_card.config import EngineConfig, Limits
-from langchain_card.core.request import FinishReason, SamplingParams
+from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.supervisor import Supervisor
 from langchain_card.errors import EngineClosedError, EngineError, ModelStoreError, UnsupportedModelError
@@ -103,6 +104,21 @@ def test_kills_under_load(engine: Engine, wanted: list[tuple[int, ...]]) -> None
         assert first and generations[0].finished
         assert [generation.result().token_ids for generation in generations] == wanted
     assert len(pids) == 10 and all(map(gone, pids))
+
+
+def test_what_cannot_be_sent_fails_alone(engine: Engine, wanted: list[tuple[int, ...]]) -> None:
+    process = process_of(engine)
+    generation = engine.submit(*ASKED[0])
+    pieces = iter(generation)
+    next(pieces)
+    bad = Waiting(10**6)
+    bad.request = Request(10**6, (1, 2), SamplingParams(stop=("\ud800",)))
+    engine.backend.submit(bad)
+    assert generation.result().token_ids == wanted[0]
+    (error,) = bad.ends
+    assert isinstance(error, EngineError) and isinstance(error.__cause__, UnicodeEncodeError)
+    assert "request = 1000000: it cannot be sent to the engine" in str(error)
+    assert process_of(engine).pid == process.pid and not engine.num_open
 
 
 def test_statistics_are_those_of_all_lives(engine: Engine) -> None:

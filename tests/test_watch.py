@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import tiny
 from test_process_transport import gone, wait_until
 
-from langchain_card.config import EngineConfig
+from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.watch import BETWEEN_SECONDS, FIRST_SECONDS, LEAST_SECONDS, StepWatch
@@ -110,6 +111,27 @@ def test_a_target_that_hangs_is_seen(config: EngineConfig, monkeypatch: pytest.M
         release.set()
         assert generation.result().token_ids
         wait_until(lambda: engine.health()["target"].ok)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_reader_that_is_slow_makes_nobody_late(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request is held, the time since the last step says nothing of the next one."""
+    monkeypatch.setattr("langchain_card.engine.watch.BETWEEN_SECONDS", 1.0)
+    with Engine(replace(config, limits=Limits(max_unread=4))) as engine:
+        backend: Any = engine.backend
+        slow = engine.submit(PROMPT, SamplingParams(max_tokens=60))
+        next(pieces := iter(slow))
+        wait_until(lambda: engine.num_running == 1 and not backend._is_due())
+        time.sleep(1.1)
+        assert engine.health()["target"].ok
+        release, target = threading.Event(), backend._target
+        begin = target.begin
+        monkeypatch.setattr(target, "begin", lambda message: (release.wait(30), begin(message))[1])
+        generation = engine.submit(PROMPT, SamplingParams(max_tokens=4))
+        wait_until(backend._is_due)
+        assert engine.health()["target"].ok
+        release.set()
+        assert generation.result().token_ids and len([*pieces]) == 59
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -76,6 +76,8 @@ class SamplingParams:
                 raise InvalidInputError(
                     "stop", text, f"each must be a string of 1 to {limits.max_stop_chars} characters"
                 )
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise InvalidInputError("stop", text, "holds half a character, which no text does", "pair surrogates")
         self._check_processors(limits, vocab_size)
 
     def _check_processors(self, limits: Limits, vocab_size: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from langchain_card.core.messages import Emit
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.engine.engine import Engine
-from langchain_card.errors import CARDError
 from langchain_card.ports import Backend
 from langchain_card.transports.engine_frames import (
     FROM_ENGINE,
@@ -57,10 +56,9 @@ def _take(message: Any, engine: Engine, wire: Wire) -> None:
             try:
                 if request.params.grammar:
                     engine.grammars.start(request.params.grammar)  # compiled here, not while the target waits
-            except CARDError as error:
-                answer.fail(error)
-            else:
                 backend.submit(answer, output_ids)
+            except Exception as error:  # of this request alone
+                answer.fail(error)
         case Stop(request_id, num_tokens):
             backend.stop(request_id, num_tokens)
         case Pause(request_id, paused):

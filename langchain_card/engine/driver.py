@@ -82,7 +82,7 @@ class Driver:
         request, begun = consumer.request, tuple(output_ids)
         with self._ended:
             if self._error is None:
-                if not self._consumers:
+                if not self._is_due():  # those that are posted are not, yet
                     self._watch.expect()
                 self._consumers[request.request_id] = consumer
                 self.post(lambda now: m.Submitted(request, now, begun))

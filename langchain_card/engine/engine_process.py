@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from langchain_card.config import EngineConfig
+from langchain_card.errors import EngineError
 from langchain_card.transports.engine_frames import FROM_ENGINE, TO_ENGINE, Load
 from langchain_card.transports.processes import ChildProcess
 from langchain_card.transports.thread import MessageQueue
@@ -33,7 +34,24 @@ def start_engine(
         sends=TO_ENGINE,
         takes=FROM_ENGINE,
         first=Load(config),
-        outbox=MessageQueue(),
+        outbox=_Frames(),
         on_message=on_message,
         on_death=on_death,
     )
+
+
+def service_error(error: BaseException) -> EngineError:
+    """What requests are told that were in order: not what loading says to who chose the models."""
+    if type(error) is EngineError:
+        return error
+    wrapped = EngineError(NAME, type(error).__name__, f"it could not go on ({error})", "the log may say more")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+class _Frames(MessageQueue[Any]):
+    """Encodes messages when they are put: who sends one that makes no frame is told, and the process is spared."""
+
+    def put(self, message: Any) -> None:
+        """Appends the message's frame; raises what `Direction.encode` raises."""
+        super().put(TO_ENGINE.encode(message))

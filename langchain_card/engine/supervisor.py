@@ -14,18 +14,16 @@ from typing import Any
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.messages import TARGET, Emit
 from langchain_card.core.request import FinishReason
-from langchain_card.core.workers import Life, Workers
-from langchain_card.engine.engine_process import NAME, start_engine
+from langchain_card.core.workers import Workers
+from langchain_card.engine.engine_process import NAME, service_error, start_engine
 from langchain_card.engine.open_request import OpenRequest
+from langchain_card.engine.pulse import Pulse
 from langchain_card.errors import EngineClosedError, EngineError
 from langchain_card.ports import Clock, Consumer, Health
 from langchain_card.transports import engine_frames as f
 from langchain_card.transports.processes import ChildProcess
 
 log = logging.getLogger(__name__)
-
-START_SECONDS = 60.0
-"""For the process to say its first word, beside the silence that is allowed."""
 
 
 class Supervisor:
@@ -42,7 +40,7 @@ class Supervisor:
         self._open: dict[int, OpenRequest] = {}
         self._workers = Workers((NAME,), config.limits)
         self._restart_at: float | None = None
-        self._heard = clock() + START_SECONDS
+        self._pulse, self._down_since = Pulse(clock), clock()
         self._loaded = threading.Event()  # or it never will be
         self._error: BaseException | None = None
         self._closed = self._draining = self._is_up = False
@@ -106,8 +104,10 @@ class Supervisor:
     def health(self) -> dict[str, Health]:
         """Of the process and of the workers in it."""
         state = "up" if self._is_up else "given up" if self._error is not None else "loading"
-        silence = max(0.0, self._clock() - self._heard)
-        return {NAME: Health(state, silence, self._limits.silence_seconds), **(self._told if self._is_up else {})}
+        return {
+            NAME: Health(state, self._pulse.silence, self._limits.silence_seconds),
+            **(self._told if self._is_up else {}),
+        }
 
     def close(self) -> None:
         """Ends the process; requests that are open fail. May be called twice."""
@@ -137,21 +137,20 @@ class Supervisor:
         """Until something is due though nothing happens; None where nothing is."""
         if self._error is not None:
             return None
-        due = self._heard + self._limits.silence_seconds if self._restart_at is None else self._restart_at
-        return max(0.0, due - self._clock())
+        if self._restart_at is None:
+            return self._pulse.seconds_left(self._limits.silence_seconds)
+        return max(0.0, self._restart_at - self._clock())
 
     def _look_after(self) -> None:
-        now = self._clock()
         if self._restart_at is not None:
-            if now >= self._restart_at:
-                self._heard = now + START_SECONDS
+            if self._clock() >= self._restart_at:
+                self._pulse = Pulse(self._clock)
                 try:
                     self._process, self._restart_at = self._start(), None
                 except Exception as error:
                     self._plan_restart(error)
-        elif now >= self._heard + self._limits.silence_seconds:
+        elif self._pulse.is_lost(self._limits.silence_seconds):
             log.error("the engine's process has said nothing for %g seconds and is ended", self._limits.silence_seconds)
-            self._heard = now
             self._process.kill()
 
     def _start(self) -> ChildProcess:
@@ -170,8 +169,14 @@ class Supervisor:
         if self._error is not None:
             self._fail(request_id, self._error)
         elif self._is_up:
+            try:
+                self._send(f.Ask(asked.consumer.request, tuple(asked.output_ids)))
+            except Exception as error:
+                failure = EngineError("request", request_id, f"it cannot be sent to the engine ({error})")
+                failure.__cause__ = error
+                self._fail(request_id, failure)
+                return
             asked.asked = True
-            self._send(f.Ask(asked.consumer.request, tuple(asked.output_ids)))
             if asked.paused:
                 self._send(f.Pause(request_id, paused=True))
 
@@ -203,7 +208,7 @@ class Supervisor:
     # What the engine says.
 
     def _hear(self, message: Any) -> None:
-        self._heard = self._clock()
+        self._pulse.hear()
         match message:
             case f.Loaded(limits):
                 self._welcome(limits)
@@ -223,7 +228,8 @@ class Supervisor:
     def _welcome(self, limits: Limits) -> None:
         self._limits, self._is_up = limits, True
         self._config = replace(self._config, limits=limits)
-        self._workers.started(NAME)
+        if self._workers.started(NAME):
+            log.warning("the engine is up again after %.1f seconds", self._clock() - self._down_since)
         for request_id in [*self._open]:
             self._ask(request_id)
         if self._draining:
@@ -233,7 +239,7 @@ class Supervisor:
     def _judge(self, workers: dict[str, Health]) -> None:
         self._told = workers
         target = workers.get(TARGET, Health())
-        if target.state == Life.GIVEN_UP.value or target.busy > target.budget:
+        if self._pulse.hangs(target):
             log.error("the target hangs or is gone (%s); the engine's process is ended", target)
             self._process.kill()
 
@@ -256,6 +262,7 @@ class Supervisor:
     def _lose(self, error: BaseException) -> None:
         """It died: whole answers end, the others wait for its next life."""
         self._process.close()
+        self._down_since = self._clock() if self._is_up else self._down_since
         self._is_up, self._told = False, {}
         for request_id, asked in [*self._open.items()]:
             asked.outlive()
@@ -268,11 +275,12 @@ class Supervisor:
 
     def _plan_restart(self, error: BaseException) -> None:
         """It died, or could not be started; one that never was up, or died too often, is given up."""
-        self._restart_at = self._workers.died(NAME, self._clock()) if self._loaded.is_set() else None
+        if self._loaded.is_set():
+            self._restart_at, error = self._workers.died(NAME, self._clock()), service_error(error)
         if self._restart_at is not None:
-            log.error("%s; it is started again, and %d requests go on", error, len(self._open))
+            log.error("%s It is started again; requests that go on: %d", error, len(self._open))
             return
-        log.error("%s; it is not started again", error)
+        log.error("%s It is not started again", error)
         self._error = error
         self._loaded.set()
         for request_id in [*self._open]:

@@ -149,7 +149,7 @@ class Direction:
             return self._decoder(kind).decode(fields)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise EngineError(
-                "frame", body[:24], f"makes no sense ({error})", "do both ends run one version?"
+                "frame", body[:24], f"makes no sense ({error})", "do both ends run one version"
             ) from error
 
     def check_length(self, length: int) -> int:
@@ -162,7 +162,7 @@ class Direction:
 
     def _decoder(self, kind: str) -> msgspec.msgpack.Decoder[Any]:
         if (decoder := self._decoders.get(kind)) is None:
-            raise EngineError("frame", kind, f"is none of {', '.join(self._decoders)}", "do both ends run one version?")
+            raise EngineError("frame", kind, f"is none of {', '.join(self._decoders)}", "do both ends run one version")
         return decoder
 
 
@@ -187,13 +187,13 @@ class Wire:
         self._turn = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Sends one message; blocks while the other end does not read.
+        """Sends one message, or a frame that `Direction.encode` made; blocks while the other end does not read.
 
         Raises:
             OSError: the other end is gone.
             EngineError, TypeError: the message makes no frame.
         """
-        frame = self._sends.encode(message)
+        frame = message if isinstance(message, bytes) else self._sends.encode(message)
         with self._turn:
             self._socket.sendall(frame)
 

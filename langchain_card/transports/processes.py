@@ -85,7 +85,7 @@ class ChildProcess:
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Queues a message. Never waits."""
+        """Queues a message. Never waits; raises what the outbox raises of it."""
         if not self._outbox.closed:
             self._outbox.put(message)
 
@@ -159,7 +159,7 @@ def _reap(process: subprocess.Popen[bytes]) -> int:
 def _last_words(code: int) -> tuple[str, str]:
     """What happened, and a hint, from an exit code."""
     if code < 0:
-        return f"was ended by signal {-code} ({signal.strsignal(-code)})", "is there enough memory?"
+        return f"was ended by signal {-code} ({signal.strsignal(-code)})", "is there enough memory"
     return f"ended with exit code {code}", "standard error may say more"
 
 
