@@ -41,14 +41,11 @@ class Pulse:
         self._heard, self._sure_at = self._clock(), None
 
     def is_lost(self, allowed: float) -> bool:
-        """Whether it has said nothing for so many seconds, and nothing after that, either. That begins anew then."""
+        """Whether it has said nothing for so many seconds, and nothing in `DOUBT_SECONDS` after that, either."""
         if self.seconds_left(allowed):
             return False
-        if self._sure_at is None:
-            self._sure_at = self._clock() + DOUBT_SECONDS
-            return False
-        self.hear()
-        return True
+        is_lost, self._sure_at = self._sure_at is not None, self._clock() + DOUBT_SECONDS
+        return is_lost
 
     def hangs(self, target: Health) -> bool:
         """Takes a beat; whether this is one too many of a target that hangs or is gone."""
