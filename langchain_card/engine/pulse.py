@@ -23,7 +23,7 @@ class Pulse:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._heard = clock() + START_SECONDS
-        self._doubted = False
+        self._sure_at: float | None = None  # while its silence is doubted
         self._bad_beats = 0
 
     @property
@@ -32,19 +32,19 @@ class Pulse:
         return max(0.0, self._clock() - self._heard)
 
     def seconds_left(self, allowed: float) -> float:
-        """Until it has said nothing for so many seconds."""
-        return max(0.0, self._heard + allowed - self._clock())
+        """Until `is_lost` is to be asked."""
+        due = self._heard + allowed if self._sure_at is None else self._sure_at
+        return max(0.0, due - self._clock())
 
     def hear(self) -> None:
         """It said something."""
-        self._heard, self._doubted = self._clock(), False
+        self._heard, self._sure_at = self._clock(), None
 
     def is_lost(self, allowed: float) -> bool:
-        """Whether it has said nothing for so many seconds, and nothing after that, either. That begins anew then."""
+        """Whether it has said nothing for so many seconds, and nothing in `DOUBT_SECONDS` after that, either."""
         if self.seconds_left(allowed):
             return False
-        self._doubted, is_lost = not self._doubted, self._doubted
-        self._heard = self._clock() - (0.0 if is_lost else allowed - DOUBT_SECONDS)
+        is_lost, self._sure_at = self._sure_at is not None, self._clock() + DOUBT_SECONDS
         return is_lost
 
     def hangs(self, target: Health) -> bool:
