@@ -108,7 +108,7 @@ def test_a_web_server_without_an_engine_is_not_healthy(fields: dict[str, Any]) -
         assert httpx.post(url + CHAT, json=ask()).status_code == 503
 
 
-@pytest.mark.parametrize("fault", ["a target that hangs", "a core that schedules nothing"])
+@pytest.mark.parametrize("fault", ["a target that hangs", "a core that schedules nothing", "a loop that hangs"])
 def test_old_output_is_no_proof(model: CARDChatModel, url: str, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     asked(url, max_tokens=3).join()
     for name, value in {"LEAST_SECONDS": 0.3, "BETWEEN_SECONDS": 0.3, "TIMES": 1.0}.items():
@@ -119,6 +119,9 @@ def test_old_output_is_no_proof(model: CARDChatModel, url: str, monkeypatch: pyt
         if fault == "a target that hangs":
             verify = driver._target.verify
             patch.setattr(driver._target, "verify", lambda windows: (released.wait(30), verify(windows))[1])
+        elif fault == "a loop that hangs":
+            handle = driver.coordinator.handle
+            patch.setattr(driver.coordinator, "handle", lambda event: released.wait(30) and handle(event))
         else:
             patch.setattr(driver.coordinator, "_query", lambda now: [])
         waiting = asked(url, max_tokens=3)

@@ -82,7 +82,7 @@ class Driver:
         request, begun = consumer.request, tuple(output_ids)
         with self._ended:
             if self._error is None:
-                if not self._is_due():  # those that are posted are not, yet
+                if not self._is_due():
                     self._watch.expect()
                 self._consumers[request.request_id] = consumer
                 self.post(lambda now: m.Submitted(request, now, begun))
@@ -125,9 +125,10 @@ class Driver:
         return {name: replace(health, state=states[name]) for name, health in found.items()}
 
     def _is_due(self) -> bool:
-        """Whether a request could go on."""
+        """Whether a request could go on, or begin: posted ones are not in the scheduler yet."""
         scheduler = self.coordinator.scheduler
-        return any(not state.paused for state in [*scheduler.running.values(), *scheduler.waiting.copy()])
+        states = [*scheduler.running.values(), *scheduler.waiting.copy()]
+        return len(self._consumers) > len(states) or any(not state.paused for state in states)
 
     def close(self) -> None:
         """Ends the loop after the current step; requests that still run fail."""
