@@ -23,6 +23,8 @@ from langchain_card.serve.settings import Settings
 T = TypeVar("T")
 
 DEADLINE_HEADER = "x-request-timeout"
+_LAST_WORDS_SECONDS = 1.0
+"""For a client to take the event that says why its answer ends early."""
 log = logging.getLogger(__name__)
 
 
@@ -143,7 +145,7 @@ class Exchange(Generic[T]):
             self._close()
 
     async def stream(self, pieces: Callable[[T], Iterable[Any]], wire: Wire = OPENAI) -> EventStream:
-        """The items as events, when the first one has come; errors until then are raised.
+        """The items as events, when the first one has come or the answer has begun; errors until then are raised.
 
         Args:
             pieces: that an item becomes, one an event.
@@ -151,11 +153,13 @@ class Exchange(Generic[T]):
         """
         try:
             first = await anext(self._following)
+            while first is None and not self._begun():
+                first = await anext(self._following)
         except BaseException:
             self._close()
             raise
         self._request.state.outcome = CLIENT_LEFT  # until it has ended otherwise
-        return EventStream(self._events(first, pieces, wire), self._close)
+        return EventStream(self._events(first, pieces, wire), self._given_up, self._close)
 
     async def _events(
         self, item: T | None, pieces: Callable[[T], Iterable[Any]], wire: Wire
@@ -177,6 +181,12 @@ class Exchange(Generic[T]):
             problem = self._service.problem(error, self._prompt)
             self._request.state.outcome = problem.status
             yield wire.error(problem)
+
+    async def _given_up(self) -> None:
+        """Returns when the answer is late and its client has not taken the event that says so."""
+        error = await self._following.late()
+        await asyncio.sleep(_LAST_WORDS_SECONDS)
+        self._request.state.outcome = self._service.problem(error, self._prompt).status
 
     def _close(self) -> None:
         self._following.close()
