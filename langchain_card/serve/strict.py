@@ -11,6 +11,9 @@ from pydantic import Field
 from pydantic_core import from_json
 from typing_extensions import override
 
+from langchain_card.serve.problems import Problem, Refused
+
+_JSON = "application/json"
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -27,13 +30,16 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that takes `StrictRequest`s."""
+    """A route that takes `StrictRequest`s; bodies of another type, which any web page may send, are refused."""
 
     @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            kind = request.headers.get("content-type", "")
+            if kind.partition(";")[0].strip().lower() != _JSON:
+                raise Refused(Problem(400, f"content-type: must be {_JSON}.", param="content-type"))
             return await handler(StrictRequest(request.scope, request.receive))
 
         return handle
