@@ -10,7 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
+from langchain_openai import ChatOpenAI
 from played import make_pair
+from pydantic import SecretStr
 from scripted import Joke
 from served import NAME, ask, error_of, served
 from test_tool_grammar import TOOLS
@@ -180,6 +183,35 @@ def test_prompts_that_are_too_long(http: httpx.Client, path: str, stream: bool) 
     assert response.status_code == 400 and error["code"] == "context_length_exceeded"
     assert re.search(r"6\d\d tokens.*512 tokens", error["message"])
     assert error["param"] == ("messages" if path == CHAT else "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_langchain_knows_prompts_that_are_too_long(http: httpx.Client, stream: bool) -> None:
+    chat = ChatOpenAI(base_url=f"{http.base_url}/v1", model=NAME, api_key=SecretStr("x"), max_retries=0)
+    with pytest.raises(ContextOverflowError, match="prompt is too long"):
+        [*chat.stream("x" * 600)] if stream else chat.invoke("x" * 600)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_texts_that_cannot_fit_are_not_read(
+    http: httpx.Client, model: CARDChatModel, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Reading one of some million characters would take many seconds, and tell the same."""
+    text = "x" * 3_000_000
+    for name in ("apply_chat_template", "encode"):
+        monkeypatch.setattr(model.engine.tokenizer, name, unread(getattr(model.engine.tokenizer, name)))
+    response = http.post(path, json=ask(**said(text)) if path == CHAT else {"model": NAME, "prompt": text})
+    error = error_of(response)
+    assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert re.search(r"3,000,0\d\d characters.*512 tokens", error["message"])
+
+
+def unread(read: Any) -> Any:
+    def reads(*args: Any, **options: Any) -> Any:
+        assert options.get("tokenize") is False, "it is read"
+        return read(*args, **options)
+
+    return reads
 
 
 def test_models_that_are_not_served(http: httpx.Client, model: CARDChatModel) -> None:
