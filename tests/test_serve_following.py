@@ -60,7 +60,7 @@ async def test_who_does_not_read_does_not_keep_a_server_that_ends(model: CARDCha
         await asyncio.wait_for(sent.wait(), 20)
         app.state.service.end()
         await asyncio.wait_for(asked, 5)
-        assert 'outcome="503"' in app.state.service.metrics.text().decode()
+        assert 'outcome="503"' in app.state.service.metrics.text(app.state.service.state()).decode()
     await asyncio.to_thread(until, lambda: num_open(model) == 0)
 
 

@@ -7,14 +7,21 @@ from typing import Annotated, Any
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 from typing_extensions import override
 
 from langchain_card.serve.problems import Problem, Refused
 
 _JSON = "application/json"
-Whole = Annotated[int, Field(strict=True)]
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
+"""Also written as 3.0: some languages know no other numbers."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
