@@ -11,8 +11,6 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 from typing_extensions import override
 
-from langchain_card.serve.problems import Problem, Refused
-
 _JSON = "application/json"
 
 
@@ -46,7 +44,7 @@ class StrictRoute(APIRoute):
         async def handle(request: Request) -> Response:
             kind = request.headers.get("content-type", "")
             if kind.partition(";")[0].strip().lower() != _JSON:
-                raise Refused(Problem(400, f"content-type: must be {_JSON}.", param="content-type"))
+                raise HTTPException(400, f"content-type: must be {_JSON}.")
             return await handler(StrictRequest(request.scope, request.receive))
 
         return handle
