@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 from langchain_core.messages import (
@@ -17,9 +19,10 @@ from langchain_core.messages import (
     ToolCall,
     ToolMessage,
 )
+from tokenizers.pre_tokenizers import ByteLevel
 
 from langchain_card.control_tokens import control_tokens, map_texts
-from langchain_card.errors import InvalidInputError, UnsupportedContentError
+from langchain_card.errors import ContextOverflowError, InvalidInputError, UnsupportedContentError
 from langchain_card.tools.form import Turn, describe_document, describe_tools, tool_form
 
 _ROLES: dict[type[BaseMessage], str] = {
@@ -64,6 +67,7 @@ def encode(
     model: str,
     tools: Sequence[dict[str, Any]] = (),
     document: Mapping[str, Any] | None = None,
+    max_len: int | None = None,
 ) -> list[int]:
     """Prompt token ids of a conversation, the header of the answer included.
 
@@ -76,8 +80,10 @@ def encode(
         model: its name, for errors.
         tools: that the model may call, in OpenAI's form; see `tools.form` for how the model is told of them.
         document: schema of the document that the answer is to be, if it is to be one.
+        max_len: tokens of the context; a text that cannot fit is refused before its tokens are counted.
 
     Raises:
+        ContextOverflowError: see `check_length`.
         InvalidInputError: there is no chat template, it refuses the conversation, or makes control tokens of a text.
     """
     if not tokenizer.chat_template:
@@ -92,11 +98,45 @@ def encode(
         told = describe_document(told, document)
     for turns in _forms(told):
         try:
-            return _ids(turns, list(tools), tokenizer, model)
+            return _ids(turns, list(tools), tokenizer, model, max_len)
         except TemplateError as error:  # noqa: PERF203 - three times at most
             refusal = refusal or error
     roles, words = [turn["role"] for turn in conversation], control_tokens(tokenizer).unmark(str(refusal))
     raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {words}") from refusal
+
+
+def check_length(text: str, tokenizer: Any, max_len: int) -> None:
+    """Refuses a text of so many characters that its tokens cannot fit: to count them may take many seconds.
+
+    Args:
+        text: as the tokenizer is to read it.
+        tokenizer: of transformers.
+        max_len: tokens of the context.
+
+    Raises:
+        ContextOverflowError: as it says.
+    """
+    if tokenizer not in _most_chars:
+        _most_chars[tokenizer] = _chars_per_token(tokenizer)
+    if len(text) > max_len * _most_chars[tokenizer]:
+        limit, hint = f"the context holds {max_len:,} tokens", "shorten the prompt or raise max_model_len"
+        raise ContextOverflowError("prompt", f"{len(text):,} characters", limit, hint)
+
+
+_most_chars: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+
+def _chars_per_token(tokenizer: Any) -> float:
+    """Characters that a token stands for at most; infinite where text may vanish before it becomes tokens."""
+    backend, vocab = tokenizer.backend_tokenizer, tokenizer.get_vocab()
+    keeps_all = (
+        "ByteLevel" in repr(backend.decoder)
+        and vocab.keys() >= set(ByteLevel.alphabet())
+        and repr(backend.normalizer) in ("None", "NFC()")
+        and "Removed" not in repr(backend.pre_tokenizer)
+        and not any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    )
+    return 2 * max(map(len, vocab)) if keeps_all else math.inf  # NFC makes of two characters a byte at least
 
 
 def _check_text(text: str) -> str:
@@ -194,7 +234,7 @@ def _add(block: str | dict[Any, Any], turn: Turn, model: str) -> None:
 # Turns to token ids.
 
 
-def _ids(turns: list[Turn], tools: list[dict[str, Any]], tokenizer: Any, model: str) -> list[int]:
+def _ids(turns: list[Turn], tools: list[dict[str, Any]], tokenizer: Any, model: str, max_len: int | None) -> list[int]:
     """Token ids; the control tokens among them are those of the same turns with harmless texts."""
     control = control_tokens(tokenizer)
 
@@ -203,6 +243,8 @@ def _ids(turns: list[Turn], tools: list[dict[str, Any]], tokenizer: Any, model: 
             turns, tools=tools or None, add_generation_prompt=True, tokenize=tokenize, return_dict=False
         )
 
+    if max_len is not None:
+        check_length(apply(turns, tools), tokenizer, max_len)
     marked = map_texts([turns, tools], control.mark)
     ids = list(apply(turns, tools, tokenize=True)) if marked == [turns, tools] else control.encode(apply(*marked))
     harmless, harmless_tools = map_texts(marked, control.defuse)

@@ -18,8 +18,6 @@ from served import NAME, ask, error_of, served, until
 
 from langchain_card import CARDChatModel, Limits
 from langchain_card.engine.engine import Engine
-from langchain_card.serve import Settings
-from langchain_card.serve.following import ClientLeft, Following
 from langchain_card.serve.openai.completions import Continuation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,18 +183,43 @@ def test_full_queues(model: CARDChatModel, url: str) -> None:
     assert httpx.post(url + CHAT, json=ask(max_tokens=1)).status_code == 200
 
 
-def test_silence_is_kept_alive(model: CARDChatModel) -> None:
+def test_silence_is_kept_alive(model: CARDChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer that has begun; one that waits has no status yet, because it may still be refused."""
+    driver: Any = model.engine.backend
+    verify, released = driver._target.verify, threading.Event()
+
+    def slowly(windows: Any) -> Any:
+        if num_open(model) == 1:
+            released.wait(20)
+        return verify(windows)
+
     with served(model, keep_alive_seconds=0.1) as url, posted(url, CHAT, body(CHAT, **LONG)) as first:
         until(lambda: model.engine.num_running == 1)
         waiting = posted(url, CHAT, body(CHAT, stream=True, max_tokens=2))
+        waiting.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            waiting.recv(4096)
+        waiting.settimeout(20)
+        monkeypatch.setattr(driver._target, "verify", slowly)
+        first.close()
         seen = b""
         while seen.count(b": still there\n\n") < 2:
             seen += waiting.recv(4096)
         assert b"200 OK" in seen and b"data:" not in seen
-        first.close()
+        released.set()
         while b"[DONE]" not in seen:
             seen += waiting.recv(4096)
         waiting.close()
+
+
+def test_a_queued_stream_that_never_begins(model: CARDChatModel) -> None:
+    """It waits longer than a stream may be silent, and is refused with a status all the same."""
+    settings = {"keep_alive_seconds": 0.1, "max_wait_seconds": 0.5}
+    with served(model, **settings) as url, posted(url, CHAT, body(CHAT, **LONG)):
+        until(lambda: model.engine.num_running == 1)
+        response = httpx.post(url + CHAT, json=body(CHAT, stream=True), timeout=20)
+        assert (response.status_code, error_of(response)["code"]) == (503, "not_begun_in_time")
+    until(lambda: num_open(model) == 0)
 
 
 def test_slow_readers_pause_their_answer(model: CARDChatModel, url: str) -> None:
@@ -252,49 +275,3 @@ def test_many_at_once(model: CARDChatModel, url: str) -> None:
         thread.join(60)
     assert answers == [model.invoke("Q", max_tokens=20).text] * 6
     until(lambda: num_open(model) == 0)
-
-
-# The iterator by itself.
-
-
-async def items(*values: float, freed: list[str]) -> Any:
-    try:
-        for value in values:
-            await asyncio.sleep(value)
-            yield value
-    finally:
-        freed.append("freed")
-
-
-async def never() -> Any:
-    await asyncio.Event().wait()
-
-
-def forever() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
-
-
-async def test_whatever_ends_it_frees_the_items() -> None:
-    freed: list[str] = []
-    settings = Settings(keep_alive_seconds=0.05, max_wait_seconds=10)
-    whole = Following(items(0, 0.12, 0, freed=freed), never, settings, forever(), lambda: True, 10)
-    assert [each async for each in whole] == [0, None, None, 0.12, 0] and freed == ["freed"]
-    whole.close()
-    for end in ("close", "leave"):
-        freed.clear()
-        left = asyncio.Event()
-
-        async def receive(left: asyncio.Event = left) -> Any:
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        following = Following(items(0, 30, freed=freed), receive, settings, forever(), lambda: True, 10)
-        assert await anext(following) == 0
-        if end == "leave":
-            left.set()
-            with pytest.raises(ClientLeft):
-                await anext(following)
-        following.close()
-        following.close()
-        await asyncio.sleep(0.01)
-        assert freed == ["freed"]

@@ -10,7 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
+from langchain_openai import ChatOpenAI
 from played import make_pair
+from pydantic import SecretStr
 from scripted import Joke
 from served import NAME, ask, error_of, served
 from test_tool_grammar import TOOLS
@@ -81,20 +84,23 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"n": True}, "n", "valid integer"),
     ({"max_tokens": 0}, "max_tokens", "between 1 and 32,768"),
     ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+    ({"max_tokens": -1}, "max_tokens", "between 1"),
     ({"max_tokens": "8"}, "max_tokens", "valid integer"),
     ({"max_completion_tokens": 10**30}, "max_tokens", "between 1 and 32,768"),
     ({"temperature": -1}, "temperature", "between 0"),
     ({"temperature": 10**400}, "temperature", "valid number|finite"),
     ({"temperature": True}, "temperature", "valid number"),
     ({"top_p": 1.1}, "top_p", "between 0"),
-    ({"top_k": -1}, "top_k", "between 0"),
+    ({"top_k": -2}, "top_k", "between 0"),
     ({"min_p": 2}, "min_p", "between 0"),
     ({"presence_penalty": 3}, "presence_penalty", "between -2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "between -2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "between 0"),
-    ({"seed": -1}, "seed", "between 0"),
+    ({"seed": -2}, "seed", "between 0"),
     ({"seed": 2**63}, "seed", "between 0"),
-    ({"stop": ""}, "stop", "1 to 256 characters"),
+    ({"seed": 1.5}, "seed", "valid integer"),
+    ({"seed": float("1e300")}, "seed", "between 0"),
+    ({"stop": ["a", ""]}, "stop", "1 to 256 characters"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
     ({"stop": [1]}, "stop[0]", "valid string"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "whole number"),
@@ -110,8 +116,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 2}, "logprobs", "valid boolean"),
     ({"modalities": ["text", "audio"]}, "modalities", "text only"),
     ({"audio": {"voice": "x"}}, "audio", "is not supported.*text only"),
-    ({"functions": []}, "functions", "is not supported.*tools"),
-    ({"function_call": "auto"}, "function_call", "is not supported.*tool_choice"),
+    ({"functions": [{}]}, "functions", "is not supported.*tools"),
+    ({"function_call": {"name": "f"}}, "function_call", "is not supported.*tool_choice"),
     ({"web_search_options": {}}, "web_search_options", "is not supported"),
     ({"tools": [{}]}, "tools[0]", "cannot be read|must"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]", "cannot be read|must be a function"),
@@ -180,6 +186,35 @@ def test_prompts_that_are_too_long(http: httpx.Client, path: str, stream: bool) 
     assert response.status_code == 400 and error["code"] == "context_length_exceeded"
     assert re.search(r"6\d\d tokens.*512 tokens", error["message"])
     assert error["param"] == ("messages" if path == CHAT else "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_langchain_knows_prompts_that_are_too_long(http: httpx.Client, stream: bool) -> None:
+    chat = ChatOpenAI(base_url=f"{http.base_url}/v1", model=NAME, api_key=SecretStr("x"), max_retries=0)
+    with pytest.raises(ContextOverflowError, match="prompt is too long"):
+        [*chat.stream("x" * 600)] if stream else chat.invoke("x" * 600)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_texts_that_cannot_fit_are_not_read(
+    http: httpx.Client, model: CARDChatModel, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Reading one of some million characters would take many seconds, and tell the same."""
+    text = "x" * 3_000_000
+    for name in ("apply_chat_template", "encode"):
+        monkeypatch.setattr(model.engine.tokenizer, name, unread(getattr(model.engine.tokenizer, name)))
+    response = http.post(path, json=ask(**said(text)) if path == CHAT else {"model": NAME, "prompt": text})
+    error = error_of(response)
+    assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert re.search(r"3,000,0\d\d characters.*512 tokens", error["message"])
+
+
+def unread(read: Any) -> Any:
+    def reads(*args: Any, **options: Any) -> Any:
+        assert options.get("tokenize") is False, "it is read"
+        return read(*args, **options)
+
+    return reads
 
 
 def test_models_that_are_not_served(http: httpx.Client, model: CARDChatModel) -> None:

@@ -162,7 +162,30 @@ def test_as_many_as_the_house_holds(model: CARDChatModel) -> None:
         until(lambda: httpx.post(url + CHAT, json=ask(max_tokens=1)).status_code == 200)
 
 
+def test_who_has_no_key_keeps_nobody_out(model: CARDChatModel) -> None:
+    """However slowly a body comes to an open path, or with a wrong key, it is not waited for."""
+    with served(model, max_requests=2, api_keys=KEYS) as url:
+        host, port = url.removeprefix("http://").split(":")
+        held = [socket.create_connection((host, int(port))) for _ in range(4)]
+        for connection, path in zip(held, ("/version", "/health", CHAT, "/"), strict=True):
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 4000\r\n\r\nab".encode())
+        for connection, status in zip(held, (200, 200, 401, 200), strict=True):
+            connection.settimeout(5)
+            assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
+        key = {"authorization": f"Bearer {KEYS[0]}"}
+        assert httpx.post(url + CHAT, json=ask(max_tokens=1), headers=key).status_code == 200
+        for connection in held:
+            connection.close()
+
+
 # Browsers.
+
+
+def test_what_pages_of_other_sites_post(http: httpx.Client) -> None:
+    response = http.post(CHAT, json=ask(max_tokens=1), headers={"sec-fetch-site": "cross-site"})
+    assert response.status_code == 403 and error_of(response)["code"] == "cross_site"
+    assert http.post(CHAT, json=ask(max_tokens=1), headers={"sec-fetch-site": "same-origin"}).status_code == 200
+    assert http.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200  # a link leads here
 
 
 def test_what_browsers_are_told(http: httpx.Client) -> None:

@@ -87,6 +87,25 @@ async def test_one_that_drains_or_is_closed_says_so(fields: dict[str, Any]) -> N
         assert (await client.get("/health")).json()["status"] == "failing"
 
 
+def test_numbers_tell_how_the_engine_is_now(model: CARDChatModel, url: str) -> None:
+    def told() -> dict[str, float]:
+        text = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer key"}).text
+        lines = [line.removeprefix("langchain_card_").rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, value in lines}
+
+    found = told()
+    assert (found["open_requests"], found["running_requests"]) == (0, 0)
+    assert [found[f'worker_ok{{worker="{name}"}}'] for name in ("target", "model", "ngram", "forced")] == [1] * 4
+    waiting = asked(url, max_tokens=300, logit_bias={"256": -100})
+    until(lambda: told()["running_requests"] == 1)
+    transport = model.engine.backend.transports["ngram"]  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "health", lambda: watch.Health("up", 2.0, 1.0))
+        assert told()['worker_ok{worker="ngram"}'] == 0
+    waiting.join(30)
+    assert told()["open_requests"] == 0
+
+
 # The three ways in which such pages are known to lie.
 
 

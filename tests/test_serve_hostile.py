@@ -109,5 +109,11 @@ def test_hostile_bodies(http: httpx.Client, name: str, stream: bool) -> None:
 def test_bodies_of_other_types(http: httpx.Client) -> None:
     """A web page may send these anywhere, without asking first."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
-        response = http.post(CHAT, content=json.dumps(ask()).encode(), headers={"content-type": kind} if kind else {})
-        assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error", kind
+        for content in (json.dumps(ask()).encode(), b"[]", b""):
+            headers = {"content-type": kind} if kind else {}
+            response = http.post(CHAT, content=content, headers=headers)
+            error = error_of(response)
+            assert response.status_code == 400 and error["message"] == "content-type: must be application/json.", kind
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        content = json.dumps(ask(max_tokens=1)).encode()
+        assert http.post(CHAT, content=content, headers={"content-type": kind}).status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,8 @@ from served import NAME, ask, rounded, says, served
 from test_tool_grammar import ADD, JSON, TOOLS, F, G
 
 from langchain_card import CARDChatModel
+from langchain_card.serve import Settings
+from langchain_card.serve.service import Service
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*is experimental")]
 
@@ -337,12 +340,48 @@ def test_events_on_the_wire(url: str) -> None:
         assert {each["usage"] for each in others} == {None} and last["usage"]["completion_tokens"] == 2
 
 
+SAYS_NOTHING: list[dict[str, Any]] = [
+    {"function_call": "none"}, {"function_call": "auto", "functions": []}, {"logprobs": False, "top_logprobs": 0},
+    {"stop": ""}, {"stop": []}, {"seed": -1}, {"top_k": -1}, {"stream": False, "stream_options": {}},
+    {"messages": [{"role": "user", "name": "", "content": "Q"}]}, {"n": 1.0, "top_k": 0.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", SAYS_NOTHING, ids=str)
+def test_what_clients_send_who_say_nothing(url: str, more: dict[str, Any]) -> None:
+    texts = []
+    for options in ({}, more):
+        response = httpx.post(f"{url}/v1/chat/completions", json=ask(max_tokens=3.0) | options)
+        assert response.status_code == 200, response.text
+        texts.append(response.json()["choices"][0])
+    assert texts[0] == texts[1]
+
+
+def test_likewise_of_continuations(url: str) -> None:
+    body = {"model": NAME, "prompt": "Q", "max_tokens": 2, "suffix": "", "stop": "", "seed": -1, "top_k": -1}
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+
+
 def test_models(client: openai.OpenAI, url: str, model: CARDChatModel) -> None:
     assert [each.id for each in client.models.list()] == [NAME, "alias"]
     found = client.models.retrieve("alias")
     assert (found.id, found.object, found.owned_by, found.max_model_len) == ("alias", "model", "langchain-card", 8192)  # type: ignore[attr-defined]
     assert client.chat.completions.create(**ask(max_tokens=2) | {"model": "alias"}).model == "alias"
     assert httpx.get(f"{url}/version").json()["version"]
+    assert httpx.get(f"{url}/v1/models/").json() == httpx.get(f"{url}/v1/models").json()
+    for path in ("/", "/health"):
+        response = httpx.head(url + path)
+        assert response.status_code == 200 and response.content == b"", path
+
+
+def test_names_of_a_model(model: CARDChatModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(of: str) -> tuple[str, ...]:
+        return Service(model.model_copy(update={"model": of}), Settings()).names
+
+    assert names("owner/name") == ("name", "owner/name") and names("smollm2-135m") == ("smollm2-135m",)
+    (tmp_path / "a" / "path").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert names(str(tmp_path / "a")) == ("a",) and names("a/path") == names("a/path/") == ("path",)
 
 
 def test_the_callers_model_stays_open(model: CARDChatModel) -> None:

@@ -16,6 +16,7 @@ from langserve import RemoteRunnable
 from played import make_pair
 from served import ask, error_of, served, until
 from test_serve_answers import num_open, posted
+from test_serve_following import forever
 
 from langchain_card import CARDChatModel, Limits
 from langchain_card.engine.engine import Engine
@@ -167,7 +168,7 @@ async def test_an_answer_that_fails_as_it_is_given_up() -> None:
         finally:
             raise RuntimeError
 
-    following = Following(items(), asyncio.Event().wait, Settings(), lambda: True, 10)
+    following = Following(items(), asyncio.Event().wait, Settings(), forever(), lambda: True, 10)
     await asyncio.sleep(0.05)
     following.close()
     await asyncio.wait_for(asyncio.gather(following._answer, return_exceptions=True), 5)

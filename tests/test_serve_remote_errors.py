@@ -97,10 +97,17 @@ def test_what_is_wrong_is_named(http: httpx.Client, model: CARDChatModel, said: 
     assert num_open(model) == 0
 
 
+def test_batches_of_very_many_messages(http: httpx.Client) -> None:
+    """They are counted before they are looked at."""
+    response = http.post("/card/batch", json={"inputs": [[{}] * 200] * 4000})
+    error = error_of(response)
+    assert response.status_code == 400 and error["param"] == "inputs" and "65,536 messages" in error["message"]
+
+
 def test_a_batch_fits_into_the_queue(http: httpx.Client, model: CARDChatModel) -> None:
-    assert len(contents(http.post("/card/batch", json={"inputs": ["Q"] * 2}))) == 2
+    assert len(contents(http.post("/card/batch", json={"inputs": ["Q"] * 3}))) == 3  # one runs
     assert contents(http.post("/card/batch", json={"inputs": []})) == []
-    error = error_of(response := http.post("/card/batch", json={"inputs": ["Q"] * 3}))
+    error = error_of(response := http.post("/card/batch", json={"inputs": ["Q"] * 4}))
     assert response.status_code == 400 and error["param"] == "inputs" and "max_queue = 2" in error["message"]
     error = error_of(response := http.post("/card/batch", json={"inputs": ["Q"], "config": [{}, {}]}))
     assert response.status_code == 400 and error["param"] == "config" and "each of the 1" in error["message"]

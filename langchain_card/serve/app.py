@@ -75,13 +75,17 @@ def _remote_routes() -> list[Callable[[Service], APIRouter]]:
 
 
 def _add_own_routes(app: FastAPI, service: Service) -> None:
+    @app.head("/", include_in_schema=False)
+    async def here() -> Response:
+        return Response()
+
     @app.get("/version", summary="The version of the server; open to everybody")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
     @app.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=service.metrics.media_type)
+        return Response(service.metrics.text(service.state()), media_type=service.metrics.media_type)
 
 
 def _add_handlers(app: FastAPI, service: Service) -> None:

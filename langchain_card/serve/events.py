@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +46,27 @@ class EventStream(StreamingResponse):
 
     Args:
         events: bytes of whole events.
+        given_up: returns when no more is sent, not even to a client that does not read what it was sent before.
         close: frees what the events come of.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], given_up: Callable[[], Awaitable[None]], close: Callable[[], None]
+    ) -> None:
         super().__init__(events, headers=HEADERS)
-        self._close = close
+        self._given_up, self._close = given_up, close
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(super().__call__(scope, receive, send))
+        given_up = asyncio.ensure_future(self._given_up())
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait({sending, given_up}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
         finally:
+            sending.cancel()
+            given_up.cancel()
             self._close()

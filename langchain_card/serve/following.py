@@ -10,7 +10,13 @@ from typing import Any, Generic, TypeVar
 from starlette.types import Receive
 from typing_extensions import Self
 
-from langchain_card.errors import EngineClosedError, EngineWaitError, GenerationTimeoutError
+from langchain_card.errors import (
+    EngineClosedError,
+    EngineError,
+    EngineWaitError,
+    GenerationAbortedError,
+    GenerationTimeoutError,
+)
 from langchain_card.serve.settings import Settings
 
 T = TypeVar("T")
@@ -40,6 +46,7 @@ class Following(Generic[T]):
         ClientLeft: while iterating; the client has closed the connection.
         EngineClosedError: the server ends.
         EngineWaitError: `max_wait_seconds` passed and it had not begun.
+        GenerationAbortedError: the answer was cancelled, and not by `close`.
         GenerationTimeoutError: `deadline_seconds` passed.
     """
 
@@ -80,14 +87,16 @@ class Following(Generic[T]):
         while True:
             self._next = self._next or asyncio.create_task(self._items.get())
             patience = self._patience(silent_until)
-            events: set[asyncio.Future[Any]] = {self._next, self._left, self._ending}
+            events: set[asyncio.Future[Any]] = {self._next, self._left, self._ending, self._answer}
             await asyncio.wait(events, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if self._left.done():
                 raise ClientLeft
             if self._ending.done():
-                raise EngineClosedError("server", "ending", "it waits for no answer any longer", "ask again")
+                raise self._late()
             if self._next.done():
                 return self._took(self._next.result())
+            if self._answer.done() and self._items.empty():
+                raise GenerationAbortedError("answer", "cancelled", "another part of the program ended it", "ask again")
             if self._now() >= silent_until:
                 return None
 
@@ -104,14 +113,24 @@ class Following(Generic[T]):
         waited, settings = self._now() - self._since, self._settings
         left = self._seconds - waited
         if left <= 0:
-            limit, hint = "the answer was not complete after so many seconds", "lower max_tokens"
-            raise GenerationTimeoutError("deadline", self._seconds, limit, hint)
+            raise self._late()
         if not self._begun():
             left = min(left, settings.max_wait_seconds - waited)
             if left <= 0:
                 limit = "others had their turn for so many seconds, and the answer had not begun"
                 raise EngineWaitError("max_wait_seconds", settings.max_wait_seconds, limit, "try again later")
         return max(0.0, min(left, silent_until - self._now()))
+
+    async def late(self) -> EngineError:
+        """Waits for the last moment of the answer: returns what is raised then."""
+        await asyncio.wait({self._ending}, timeout=max(0.0, self._since + self._seconds - self._now()))
+        return self._late()
+
+    def _late(self) -> EngineError:
+        if self._ending.done():
+            return EngineClosedError("server", "ending", "it waits for no answer any longer", "ask again")
+        limit, hint = "the answer was not complete after so many seconds", "lower max_tokens"
+        return GenerationTimeoutError("deadline", self._seconds, limit, hint)
 
     def close(self) -> None:
         """Gives the answer up, if it is still being written. Nothing is waited for. May be called twice."""

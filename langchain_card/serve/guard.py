@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 class Guard:
     """Lets a request in, its whole body read, or answers it.
 
-    There are no headers of CORS: web pages of other origins cannot read an answer.
+    There are no headers of CORS: web pages of other origins cannot read an answer. What they post is refused.
 
     Args:
         app: behind the door.
         service: its settings, and whether it takes requests.
-        open_paths: which need no key and are answered while the server is draining.
+        open_paths: which need no key and are answered while the server is draining; no body of theirs is read.
     """
 
     def __init__(self, app: ASGIApp, service: Service, open_paths: Collection[str] = ()) -> None:
@@ -61,10 +61,12 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        self._num_inside += 1
+        inside = 0
         try:
             self._check(scope)
-            body = await self._body(scope, receive)
+            inside = int(scope["path"] not in self._open)
+            self._num_inside += inside
+            body = await self._body(scope, receive) if inside else b""
             await self._app(scope, _replayed(body, receive), sending)
         except Refused as refused:
             await refused.problem.response()(scope, receive, sending)
@@ -76,7 +78,7 @@ class Guard:
                 raise
             await INTERNAL.response()(scope, receive, sending)
         finally:
-            self._num_inside -= 1
+            self._num_inside -= inside
 
     def _check(self, scope: Scope) -> None:
         headers, settings = Headers(scope=scope), self._service.settings
@@ -84,6 +86,8 @@ class Guard:
         name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if settings.hosts is not None and name.lower() not in settings.hosts:
             raise Refused(Problem(403, "Host names no host that is served here.", code="unknown_host"))
+        if scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site":
+            raise Refused(Problem(403, "Web pages of other sites may ask nothing here.", code="cross_site"))
         if scope["path"] in self._open:
             return
         if self._keys and not self._knows(headers.get("authorization", "")):
@@ -91,7 +95,7 @@ class Guard:
             raise Refused(Problem(401, message, code="invalid_api_key"))
         if self._service.draining:
             raise Refused(CLOSED)
-        if self._num_inside > settings.max_requests:
+        if self._num_inside >= settings.max_requests:
             message = f"max_requests = {settings.max_requests:,}: as many are answered already. Hint: try again later."
             raise Refused(Problem(429, message, "rate_limit_error", "rate_limit_exceeded"))
 

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from langchain_card.core.messages import TARGET
 from langchain_card.engine.engine_process import NAME as ENGINE_PROCESS
-from langchain_card.errors import EngineClosedError
 from langchain_card.ports import Health
 from langchain_card.serve.problems import RETRY_AFTER_SECONDS
 from langchain_card.serve.service import Service
@@ -49,15 +48,13 @@ def health_routes(service: Service) -> APIRouter:
     router = APIRouter()
     unwell: dict[int | str, dict[str, Any]] = {503: {"model": HealthReport, "description": "It cannot answer now."}}
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses=unwell, response_model=HealthReport, summary="Whether answers are being written")
     async def health() -> JSONResponse:
-        try:
-            workers, num_open = service.model.engine.health(), service.model.engine.num_open
-        except EngineClosedError:
-            workers, num_open = {TARGET: Health("given up")}, 0
-        status = "draining" if service.draining else judge(workers)
-        told = {name: _told(health) for name, health in workers.items()}
-        report = HealthReport(status=status, open_requests=num_open, workers=told)
+        state = service.state()
+        status = "draining" if service.draining else judge(state.workers)
+        told = {name: _told(health) for name, health in state.workers.items()}
+        report = HealthReport(status=status, open_requests=state.num_open, workers=told)
         if status in ("ok", "degraded"):
             return JSONResponse(report.model_dump())
         return JSONResponse(report.model_dump(), 503, {"retry-after": str(RETRY_AFTER_SECONDS)})

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from dataclasses import dataclass
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from langchain_card.engine.generation import Generation
+from langchain_card.ports import Health
 
 CLIENT_LEFT = 499
 """The outcome of an answer that its client did not wait for; as nginx has it."""
 _SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 600)
 _SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What the engine does at one moment.
+
+    Attributes:
+        num_open: requests that run or wait.
+        num_running: requests that run.
+        workers: by name, how they are.
+    """
+
+    num_open: int
+    num_running: int
+    workers: dict[str, Health]
 
 
 class Metrics:
@@ -38,8 +56,17 @@ class Metrics:
         hits = "Rounds of an answer whose last token was already in the cache / rounds."
         self._hits = Histogram("langchain_card_hit_rate", hits, buckets=_SHARES, registry=registry)
 
-    def text(self) -> bytes:
-        """All numbers, as Prometheus reads them."""
+        self._open = Gauge("langchain_card_open_requests", "Requests that run or wait.", registry=registry)
+        self._running = Gauge("langchain_card_running_requests", "Requests being answered.", registry=registry)
+        well = "1 where a worker does what is due, 0 where not."
+        self._worker_ok = Gauge("langchain_card_worker_ok", well, ["worker"], registry=registry)
+
+    def text(self, state: EngineState) -> bytes:
+        """All numbers, as Prometheus reads them; some tell of the engine as it is now."""
+        self._open.set(state.num_open)
+        self._running.set(state.num_running)
+        for name, health in state.workers.items():
+            self._worker_ok.labels(name).set(health.ok)
         return generate_latest(self._registry)
 
     def count_request(self, route: str, outcome: int) -> None:

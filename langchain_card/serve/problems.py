@@ -88,6 +88,8 @@ _UNSAID: tuple[tuple[type[CARDError], Problem], ...] = (
     (errors.EngineClosedError, CLOSED),
     (errors.EngineError, _FAILED),
 )
+_TOO_LONG = "The prompt is too long: "
+"""langchain-openai knows such errors by these words."""
 _PROMPTS = ("prompt", "prompt_ids", "content", "messages")
 
 
@@ -101,7 +103,7 @@ def problem_of(error: BaseException, prompt: str, names: Mapping[str, str] | Non
     """
     for kind, status, word, code in _SAID:
         if isinstance(error, kind):
-            message = str(error)
+            message = _TOO_LONG + str(error) if kind is errors.ContextOverflowError else str(error)
             for name, shown in (names or {}).items():
                 message = message.replace(name, shown)
             field = error.field.partition(" ")[0]

@@ -13,16 +13,20 @@ from fastapi import Request
 from langchain_card.chat.consumers import Consumer
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.config import check_range
-from langchain_card.errors import InvalidInputError
+from langchain_card.core.messages import TARGET
+from langchain_card.errors import EngineClosedError, InvalidInputError
+from langchain_card.ports import Health
 from langchain_card.serve.events import KEEP_ALIVE, OPENAI, EventStream, Wire
 from langchain_card.serve.following import ClientLeft, Following
-from langchain_card.serve.metrics import CLIENT_LEFT, Metrics
+from langchain_card.serve.metrics import CLIENT_LEFT, EngineState, Metrics
 from langchain_card.serve.problems import INTERNAL, Problem, Refused, problem_of
 from langchain_card.serve.settings import Settings
 
 T = TypeVar("T")
 
 DEADLINE_HEADER = "x-request-timeout"
+_LAST_WORDS_SECONDS = 1.0
+"""For a client to take the event that says why its answer ends early."""
 log = logging.getLogger(__name__)
 
 
@@ -46,8 +50,7 @@ class Service:
     def __init__(self, model: CARDChatModel, settings: Settings) -> None:
         self.model = model.model_copy(update={"output_version": "v0", "streaming": None})
         self.settings, self.metrics, self.draining = settings, Metrics(), False
-        own = os.path.basename(os.path.normpath(model.model))
-        self.names: tuple[str, ...] = settings.model_names or (own,)
+        self.names: tuple[str, ...] = settings.model_names or _own_names(model.model)
         models = [name for name in (model.model, model.draft_model) if name is not None]
         self.model._shown_name = self.names[0]
         self._shown = {name: os.path.basename(name) for name in models if os.sep in name} | {model.model: self.names[0]}
@@ -66,6 +69,14 @@ class Service:
     async def close(self) -> None:
         """Gives back what `open` has taken; the last user's answers end."""
         await asyncio.to_thread(self.model.close)
+
+    def state(self) -> EngineState:
+        """What the engine does now; one that was closed has lost its target."""
+        try:
+            engine = self.model.engine
+            return EngineState(engine.num_open, engine.num_running, engine.health())
+        except EngineClosedError:
+            return EngineState(0, 0, {TARGET: Health("given up")})
 
     def check_name(self, name: str) -> None:
         """Raises `Refused` unless the model may be called so."""
@@ -143,7 +154,7 @@ class Exchange(Generic[T]):
             self._close()
 
     async def stream(self, pieces: Callable[[T], Iterable[Any]], wire: Wire = OPENAI) -> EventStream:
-        """The items as events, when the first one has come; errors until then are raised.
+        """The items as events, when the first one has come or the answer has begun; errors until then are raised.
 
         Args:
             pieces: that an item becomes, one an event.
@@ -151,11 +162,13 @@ class Exchange(Generic[T]):
         """
         try:
             first = await anext(self._following)
+            while first is None and not self._begun():
+                first = await anext(self._following)
         except BaseException:
             self._close()
             raise
         self._request.state.outcome = CLIENT_LEFT  # until it has ended otherwise
-        return EventStream(self._events(first, pieces, wire), self._close)
+        return EventStream(self._events(first, pieces, wire), self._given_up, self._close)
 
     async def _events(
         self, item: T | None, pieces: Callable[[T], Iterable[Any]], wire: Wire
@@ -178,11 +191,23 @@ class Exchange(Generic[T]):
             self._request.state.outcome = problem.status
             yield wire.error(problem)
 
+    async def _given_up(self) -> None:
+        """Returns when the answer is late and its client has not taken the event that says so."""
+        error = await self._following.late()
+        await asyncio.sleep(_LAST_WORDS_SECONDS)
+        self._request.state.outcome = self._service.problem(error, self._prompt).status
+
     def _close(self) -> None:
         self._following.close()
         self._consumer.leave()
         for generation in self._consumer.generations:
             self._service.metrics.count_answer(generation)
+
+
+def _own_names(model: str) -> tuple[str, ...]:
+    """The last part of a model's name, and a hub id itself, which is no path."""
+    last = os.path.basename(os.path.normpath(model))
+    return (last,) if os.path.exists(os.path.expanduser(model)) else tuple(dict.fromkeys([last, model]))
 
 
 async def once(answer: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:

@@ -17,7 +17,7 @@ class Settings:
     Attributes:
         api_keys: each opens every route, as `Authorization: Bearer KEY`; where there are none, everybody may come in.
         model_names: by which requests may name the model, and answers name it then; None for the last part of its
-            own name, which is no path.
+            own name, and for its hub id; never for a path.
         hosts: that requests may name in `Host`, without a port; None for any. It keeps web pages, whose names are made
             to lead here, away from a server without keys.
         max_body_bytes: of a request's body.

@@ -7,11 +7,19 @@ from typing import Annotated, Any
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 from typing_extensions import override
 
-Whole = Annotated[int, Field(strict=True)]
+_JSON = "application/json"
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
+"""Also written as 3.0: some languages know no other numbers."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -27,13 +35,16 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that takes `StrictRequest`s."""
+    """A route that takes `StrictRequest`s; bodies of another type, which any web page may send, are refused."""
 
     @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            kind = request.headers.get("content-type", "")
+            if kind.partition(";")[0].strip().lower() != _JSON:
+                raise HTTPException(400, f"content-type: must be {_JSON}.")
             return await handler(StrictRequest(request.scope, request.receive))
 
         return handle

@@ -15,6 +15,7 @@ from langchain_card.chat.consumers import Consumer
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.detokenizer import Piece, token_bytes
 from langchain_card.engine.generation import Generation
+from langchain_card.prompt import check_length
 from langchain_card.serve.openai.objects import head, progress, usage
 from langchain_card.serve.openai.requests import STREAMED
 from langchain_card.serve.openai.schemas import CompletionRequest
@@ -95,7 +96,9 @@ class Continuation:
         logprobs = {} if body.logprobs is None else {"logprobs": True, "top_logprobs": body.logprobs}
         params = self._model.sampling_params(body.stop, {**body.options, **logprobs})
         if isinstance(prompt, str):
-            prompt = self._model.engine.tokenizer.encode(prompt, verbose=False)
+            engine = self._model.engine
+            check_length(prompt, engine.tokenizer, engine.max_model_len)
+            prompt = engine.tokenizer.encode(prompt, verbose=False)
         return prompt, params
 
     def _choice(self, text: str, logprobs: Any, reason: str | None = None) -> dict[str, Any]:

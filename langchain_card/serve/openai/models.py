@@ -25,6 +25,7 @@ def model_routes(service: Service) -> APIRouter:
             "max_model_len": length,
         }
 
+    @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", responses=ERRORS, summary="The models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described(name) for name in service.names]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictBool, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, model_validator
 from typing_extensions import Self
 
 from langchain_card.config import Schedule
@@ -19,8 +19,22 @@ from langchain_card.serve.strict import Number, Whole
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Object = dict[str, Any]
 
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "seed": (-1,),
+    "stop": ("", []),
+    "suffix": ("",),
+    "top_k": (-1,),
+}
+"""By field: what clients send who mean that they say nothing."""
 _TEXT_ONLY = "the model reads and writes text only"
 _NO_FUNCTIONS = "use tools and tool_choice"
+
+
+def _is_absent(name: str, value: Any) -> bool:
+    return any(value == absent and type(value) is type(absent) for absent in _ABSENT.get(name, ()))
 
 
 class Part(BaseModel):
@@ -51,7 +65,7 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(max_length=1024)] | None = None
-    name: Name | None = None
+    name: Annotated[Name | None, BeforeValidator(lambda name: None if name == "" else name)] = None
     tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
@@ -84,11 +98,18 @@ class Decoding(BaseModel):
     schedule: Schedule | None = None
     card: StrictBool = Field(default=False, description="each event tells of its tokens who proposed them")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, said: Any) -> Any:
+        if not isinstance(said, dict):
+            return said
+        return {name: value for name, value in said.items() if not _is_absent(name, value)}
+
     @model_validator(mode="after")
-    def _check_streaming(self) -> Self:
+    def _check_number(self) -> Self:
         if self.n not in (None, 1):
             raise InvalidInputError("n", self.n, "must be 1", "send the request again, with another seed")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream is None:
             raise InvalidInputError("stream_options", "{...}", "is for streams only", "set stream to true")
         return self
 
@@ -139,8 +160,8 @@ class ChatRequest(Decoding):
         """Those of a call of the chat model."""
         names = ("max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "parallel_tool_calls")
         given = self._given(*names, "tools", "response_format")
-        if given.get("logprobs") is False:
-            del given["logprobs"]
+        if not self.logprobs and not self.top_logprobs:
+            given.pop("top_logprobs", None)
         return {**super().options, **given}
 
 

@@ -7,20 +7,34 @@ from typing import Annotated, Any
 
 from langchain_core.messages import AnyMessage
 from langchain_core.prompt_values import ChatPromptValueConcrete, StringPromptValue
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from typing_extensions import Self
 
 from langchain_card.errors import InvalidInputError
 from langchain_card.serve.settings import MOST_MESSAGES
 from langchain_card.serve.strict import Number, Whole
 
+MOST_BATCHED = 16 * MOST_MESSAGES
 Names = Annotated[list[str], Field(max_length=256)]
+
+
+def _num_said(value: Any) -> int:
+    messages = value.get("messages") if isinstance(value, Mapping) else value
+    return len(messages) if isinstance(messages, list) else 1
 
 
 def _read(value: Any, read: Callable[[Any], Any]) -> Any:
     """LangChain's messages, whose validators trust what they are given, and take their time."""
-    messages = value.get("messages") if isinstance(value, Mapping) else value
-    if isinstance(messages, list) and len(messages) > MOST_MESSAGES:
+    if _num_said(value) > MOST_MESSAGES:
         raise ValueError(f"must have {MOST_MESSAGES:,} messages at most")
     try:
         return read(value)
@@ -127,10 +141,17 @@ class LogRequest(InvokeRequest):
         return {name: getattr(self, name) for name in LogRequest.model_fields if "clude_" in name}
 
 
+def _check_sum(inputs: Any) -> Any:
+    """Messages of all inputs; to find out what each of a million is takes seconds."""
+    if isinstance(inputs, list) and sum(map(_num_said, inputs)) > MOST_BATCHED:
+        raise ValueError(f"must have {MOST_BATCHED:,} messages at most, all inputs together")
+    return inputs
+
+
 class BatchRequest(Asked):
     """The body of `/batch`."""
 
-    inputs: Annotated[list[Input], Field(max_length=MOST_MESSAGES)]
+    inputs: Annotated[list[Input], Field(max_length=MOST_MESSAGES), BeforeValidator(_check_sum)]
     config: Config | list[Config] = Config()
 
     @property

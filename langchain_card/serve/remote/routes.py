@@ -121,9 +121,10 @@ def _about(run_id: UUID) -> dict[str, Any]:
 
 
 def _check_batch(service: Service, body: BatchRequest) -> None:
-    count, most = len(body.inputs), service.model.limits.max_queue
+    limits, count = service.model.engine.config.limits, len(body.inputs)
+    most = limits.max_queue + limits.num_seqs
     if count > most:
-        limit = f"must be max_queue = {most:,} at most, so that all may wait at once"
+        limit = f"must be {most:,} at most: {limits.num_seqs:,} at once, and max_queue = {limits.max_queue:,} that wait"
         raise InvalidInputError("inputs", f"{count:,} inputs", limit, "send several batches")
     for each in body.inputs:
         service.check_messages(num_messages(each))
