@@ -65,6 +65,7 @@ class Metrics:
         """All numbers, as Prometheus reads them; some tell of the engine as it is now."""
         self._open.set(state.num_open)
         self._running.set(state.num_running)
+        self._worker_ok.clear()  # of workers that are not known any more
         for name, health in state.workers.items():
             self._worker_ok.labels(name).set(health.ok)
         return generate_latest(self._registry)

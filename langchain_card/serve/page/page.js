@@ -65,7 +65,7 @@ function take(event, answer, { stats, usage, reason }, start) {
     at("first").textContent = `${((performance.now() - start) / 1000).toFixed(2)} s`;
   if (thought) answer.think(thought, token?.source);
   if (content || (token && !thought)) answer.write(content, token?.source);
-  if (token?.source) at("legend").querySelector(`[data-source=${token.source}]`).hidden = false;
+  for (const each of at("legend").children) if (each.dataset.source === token?.source) each.hidden = false;
   if (event.card) show(event.card.stats);
   follow();
   return { stats: event.card?.stats ?? stats, usage: event.usage ?? usage, reason: choice?.finish_reason ?? reason };
