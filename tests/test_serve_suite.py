@@ -15,7 +15,12 @@ from test_langchain_suite import OF_QUALITY
 
 from langchain_card import CARDChatModel
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta", "ignore:.*is experimental")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is in beta",
+    "ignore:.*is experimental",
+    "ignore:Pydantic serializer warnings",  # both are the client's own
+    "ignore:Received a Pydantic BaseModel V1 schema",
+)
 
 
 class Answers(ChatModelIntegrationTests):
