@@ -65,6 +65,11 @@ def ask(**options: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": [{"role": "user", "content": "Q"}], **options}
 
 
+def said(*contents: Any, **more: Any) -> dict[str, Any]:
+    """The user's messages of a body."""
+    return {"messages": [{"role": "user", "content": content, **more} for content in contents]}
+
+
 def rounded(value: Any) -> Any:
     """The same without the last bits of its numbers: rows beside a row may change them."""
     if isinstance(value, dict):

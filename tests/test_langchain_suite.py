@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import tiny
 from conftest import SMALL
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
@@ -37,7 +38,7 @@ class Answers(ChatModelIntegrationTests):
     other_model: ClassVar[str]
 
     @property
-    def chat_model_class(self) -> type[CARDChatModel]:
+    def chat_model_class(self) -> type[BaseChatModel]:
         return CARDChatModel
 
     @property
@@ -61,7 +62,7 @@ class Answers(ChatModelIntegrationTests):
         return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        model = CARDChatModel(**self.fields)
+        model = self.chat_model_class(**self.fields)
         model.invoke("Count to ten.")
         if not stream:
             answer = model.invoke("Count to ten.")

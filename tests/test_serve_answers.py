@@ -228,6 +228,7 @@ def test_slow_readers_pause_their_answer(model: CARDChatModel, url: str) -> None
     until(lambda: model.engine.num_running == 1)
     state = next(iter(model.engine.backend.coordinator.scheduler.running.values()))
     until(lambda: state.paused, 60)
+    assert httpx.post(url + CHAT, json=ask(max_tokens=3), timeout=20).status_code == 200, "it pauses itself only"
     connection.close()
     assert until(lambda: num_open(model) == 0) < 2.0
 

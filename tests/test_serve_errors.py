@@ -15,7 +15,7 @@ from langchain_openai import ChatOpenAI
 from played import make_pair
 from pydantic import SecretStr
 from scripted import Joke
-from served import NAME, ask, error_of, served
+from served import NAME, ask, error_of, said, served
 from test_tool_grammar import TOOLS
 
 from langchain_card import CARDChatModel
@@ -40,10 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CARDChatModel]:
 def http(model: CARDChatModel) -> Iterator[httpx.Client]:
     with served(model, max_messages=20) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
-
-
-def said(*contents: Any, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content, **more} for content in contents]}
 
 
 def part(**fields: Any) -> dict[str, Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 from played import make_pair
-from served import ask, error_of, served
+from served import ask, error_of, said, served
 
 from langchain_card import CARDChatModel
 
@@ -30,10 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CARDChatModel]:
 def http(model: CARDChatModel) -> Iterator[httpx.Client]:
     with served(model, max_messages=20) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
-
-
-def said(*contents: Any, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content, **more} for content in contents]}
 
 
 NESTED = b'{"model":"tiny","messages":[{"role":"user","content":"Q"}],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"

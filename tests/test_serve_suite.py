@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 import tiny
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
 from served import NAME, served
-from test_langchain_suite import OF_QUALITY
+from test_langchain_suite import OF_QUALITY, Answers
 
 from langchain_card import CARDChatModel
 
@@ -23,41 +22,13 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Answers(ChatModelIntegrationTests):
-    """What both are told."""
-
-    fields: ClassVar[dict[str, Any]]
+class OverHTTP(Answers):
+    other_model = "alias"
+    supports_anthropic_inputs = False
 
     @property
-    def chat_model_class(self) -> type[ChatOpenAI]:
+    def chat_model_class(self) -> type[BaseChatModel]:
         return ChatOpenAI
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return self.fields
-
-    @property
-    def model_override_value(self) -> str:
-        return "alias"
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def supported_usage_metadata_details(self) -> dict[Literal["invoke", "stream"], list[Any]]:
-        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        model = ChatOpenAI(**self.fields)
-        model.invoke("Count to ten.")
-        if not stream:
-            answer = model.invoke("Count to ten.")
-        else:
-            answer = sum(model.stream("Count to ten."), start=AIMessageChunk(""))
-        assert answer.usage_metadata is not None
-        assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
-        return answer
 
 
 def fields_of(url: str) -> dict[str, Any]:
@@ -85,7 +56,7 @@ def tiny_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.usefixtures("tiny_server")
-class TestAnswersOfTinyModels(Answers):
+class TestAnswersOfTinyModels(OverHTTP):
     @pytest.fixture(autouse=True)
     def _leave_out_what_random_weights_cannot_know(self, request: pytest.FixtureRequest) -> None:
         name = request.node.originalname
@@ -104,5 +75,5 @@ def real_server(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_server")
-class TestAnswersOfTheBuiltInPair(Answers):
+class TestAnswersOfTheBuiltInPair(OverHTTP):
     pass

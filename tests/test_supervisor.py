@@ -176,9 +176,11 @@ def test_stop_strings_aborts_and_slow_readers(engine: Engine, wanted: list[tuple
 
 
 def test_closing_leaves_nothing(pair: EngineConfig) -> None:
+    handlers = [signal.getsignal(each) for each in signal.valid_signals()]
     engine = Engine(isolated(pair))
     pid = process_of(engine).pid
     generation = engine.submit(*ASKED[0])
+    assert [signal.getsignal(each) for each in signal.valid_signals()] == handlers, "signals are the program's"
     engine.close()
     with pytest.raises(EngineClosedError):
         generation.result()
