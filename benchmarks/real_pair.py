@@ -1,6 +1,9 @@
-"""The real pair on one machine: schedules of this engine and transformers' own loops, alternating in one run.
+"""The real pair on one machine: this engine's ways to decode and transformers' own loops, alternating in one run.
 
     python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --methods plain auto hf-generate
+
+Methods are schedules (`plain`, `sequential`, `parallel`, `auto`), or drafters under `auto`: `ngram` (tables alone),
+`model` (the draft model alone), `stack` (the tables below the draft model, too).
 
 Of transformers: `hf-generate` (float32), `hf-assisted` and `hf-prompt-lookup` (both on the same int8 layers).
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import json
 import multiprocessing
 import random
@@ -32,21 +36,31 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {"draft_model": "ngram"},
+    "model": {"drafters": ()},
+    "stack": {"stack": ("ngram",)},
+}
+"""Engines of their own over the same weights."""
+
 Answer = tuple[list[int], float, dict[str, Any]]  # tokens, seconds per token after the first, notes
 
 
 def main() -> None:
     args = arguments()
     texts = prompts.load(args.prompts, args.count)
-    config = EngineConfig(model=args.model, draft_model=args.draft_model)
+    config = EngineConfig(model=args.model, draft_model=args.draft_model, drafters=tuple(args.drafters))
     started = time.perf_counter()
-    with Engine(config) as engine:
+    with contextlib.ExitStack() as held:
+        engine = held.enter_context(Engine(config))
         print(f"loaded in {time.perf_counter() - started:.1f} s; threads {torch.get_num_threads()}")
         methods: dict[str, Callable[[list[int]], Answer]] = {}
         for name in args.methods:
-            hf = name.startswith("hf-")
-            ours = schedule(engine, name, args.max_tokens, args.temperature) if not hf else None
-            methods[name] = ours or transformers_loop(args, name)
+            if name.startswith("hf-"):
+                methods[name] = transformers_loop(args, name)
+                continue
+            own = held.enter_context(Engine(replace(config, **DRAFTERS[name]))) if name in DRAFTERS else engine
+            methods[name] = ours(own, name, args.max_tokens, args.temperature)
         rows = measure(engine, methods, texts)
         print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
     report(rows, args)
@@ -59,6 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
     parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--drafters", nargs="*", default=["ngram"], help="beside the draft model; none without a name")
     parser.add_argument("--temperature", type=float, default=0.0, help="of this engine's methods; seed 0")
     parser.add_argument("--methods", nargs="+", default=["plain", "auto"])
     parser.add_argument("--hf-tokens", type=int, default=32, help="tokens per prompt of transformers' loop")
@@ -67,15 +82,19 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def schedule(engine: Engine, name: str, max_tokens: int, temperature: float) -> Callable[[list[int]], Answer]:
+def ours(engine: Engine, name: str, max_tokens: int, temperature: float) -> Callable[[list[int]], Answer]:
+    """Each method is a tenant of its own: none looks up what another one wrote."""
+    schedule: Any = "auto" if name in DRAFTERS else name
+
     def run(prompt_ids: list[int]) -> Answer:
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, schedule=name)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, schedule=schedule, tenant=name)
         done = engine.submit(prompt_ids, params).result()
         s = done.stats
         notes = {
             "accepted_length": round(s.mean_accepted_length, 2),
             "hit_rate": round(s.hit_rate, 2),
-            "by_source": s.accepted_by_source,
+            "verified": s.verified_by_source,
+            "accepted": s.accepted_by_source,
             "target_busy": round(s.target_busy / s.decode_seconds, 2),
             "draft_busy": round(s.draft_busy / s.decode_seconds, 2),
         }
@@ -178,9 +197,15 @@ def report(rows: list[dict[str, Answer]], args: argparse.Namespace) -> None:
             f"{statistics.median(ratios):6.2f} {bootstrap(ratios):6.2f}  {same:3d} of {len(rows):3d}"
         )
         if notes:
-            mean = {key: statistics.mean(note[key] for note in notes) for key in notes[0] if key != "by_source"}
+            plain_numbers = ("accepted_length", "hit_rate", "target_busy", "draft_busy")
+            mean = {key: statistics.mean(note[key] for note in notes) for key in plain_numbers}
             line += f"  {mean['accepted_length']:8.2f} {mean['hit_rate']:5.2f}"
             line += f"  {mean['target_busy']:.2f}/{mean['draft_busy']:.2f}"
+            for source in sorted({name for note in notes for name in note["verified"]}):
+                verified, accepted = (
+                    sum(note[key].get(source, 0) for note in notes) for key in ("verified", "accepted")
+                )
+                line += f"  {source} {accepted} of {verified}"
         print(line)
     if args.json:
         args.json.write_text(json.dumps(rows))

@@ -64,7 +64,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
     event loops.
 
     A call may override what says how an answer is decoded: `schedule`, `max_tokens`, `temperature`, `seed`, `stop`,
-    `top_k`, `top_p`, `min_p`, the penalties, `logit_bias`, `logprobs` and `top_logprobs`:
+    `top_k`, `top_p`, `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs` and `tenant`:
     `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`. It may also name other models:
     `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; what it loads is kept until `close()`. An
     option that is None leaves the field's value, but for `draft_model=None`, which is plain decoding.

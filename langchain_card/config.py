@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from langchain_card import plugins
+from langchain_card.checks import check_choice, check_range
+from langchain_card.compatibility import check_lossy, check_stack
 from langchain_card.errors import InvalidInputError
 
 Schedule = Literal["auto", "plain", "sequential", "parallel"]
@@ -25,9 +26,11 @@ EXACTNESS: tuple[str, ...] = get_args(Exactness)
 EXECUTIONS: tuple[str, ...] = get_args(Execution)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 NGRAM = "ngram"
+MAX_BLOCK = 32
 MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
 DRAFT_VARIABLE = "LANGCHAIN_CARD_DRAFT_MODEL"
 
+_LEAST = {"max_ngram_bytes": 1 << 16}
 _MAY_BE_ZERO = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
 
 
@@ -45,6 +48,8 @@ class Limits:
         max_grammar_bytes: of one grammar, a JSON schema written out in it.
         max_grammar_seconds: that a process of its own may take to check one.
         max_grammar_cache_bytes: of the grammars that are kept compiled; what was used longest ago goes first.
+        max_tenant_chars: characters in the name of a tenant.
+        max_ngram_bytes: of the text that the n-gram drafter keeps of all tenants; what was used longest ago goes first.
         max_queue: requests waiting at once.
         max_num_seqs: requests decoded at once; None for as many, up to 16, as half of the free memory has room for, and
             for one where `exact` is `"strict"`, whose steps cost as much as all of them.
@@ -71,6 +76,8 @@ class Limits:
     max_grammar_bytes: int = 1 << 18
     max_grammar_seconds: float = 5.0
     max_grammar_cache_bytes: int = 1 << 23
+    max_tenant_chars: int = 256
+    max_ngram_bytes: int = 1 << 26
     max_queue: int = 512
     max_num_seqs: int | None = None
     max_step_rows: int = 512
@@ -90,6 +97,7 @@ class Limits:
             if field_.name == "max_num_seqs" and self.max_num_seqs is None:
                 continue
             low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_ZERO else 1
+            low = _LEAST.get(field_.name, low)
             check_range(field_.name, getattr(self, field_.name), low, 2**31)
         hint = "max_step_rows is too small: every request that runs has a row in each pass"
         check_range("max_num_seqs", self.num_seqs, 1, self.max_step_rows, hint)
@@ -121,17 +129,46 @@ class Pins:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """One drafter of a stack.
+
+    Attributes:
+        spec: a model's name, or a drafter that needs none, with its options.
+        block: candidates that the level above asks it for at a time.
+    """
+
+    spec: str
+    block: int
+
+    @classmethod
+    def read(cls, text: str) -> Level:
+        """Of a spec that may have the option `block`; what needs no model costs little, and is asked for more."""
+        spec, block = plugins.take_option(text, "block")
+        if block is None:
+            block = 8 if plugins.is_known("drafters", spec) else 4
+        check_range("stack", block, 1, MAX_BLOCK, f"the block of {spec}")
+        return cls(spec, block)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a model is loaded for it."""
+        return not plugins.is_known("drafters", self.spec)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Which weights run where. Equal configurations share one engine in a process.
 
     Attributes:
         model: the target: hub id, folder with safetensors, GGUF file or built-in name.
-        draft_model: the draft, likewise; `"ngram"` for prompt lookup alone; None for plain decoding.
+        draft_model: the draft, likewise; or the name of a drafter that needs no model, such as `"ngram"`; None for
+            plain decoding, without any drafter.
         device: of the target: `"auto"` (CUDA when there is one, else CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...; or
             several, `"cuda:0,cuda:1"`, over which its layers are spread.
         draft_device: of the draft; `"auto"` is a CUDA device that the target leaves free, else the target's.
         draft_transport: where the draft model runs: on a `"thread"` of this process, or in a `"process"` of its own,
-            which alone loads its weights; `"auto"` is a process when each model has a CUDA device of its own.
+            which alone loads its weights; `"auto"` is a process when each model has a CUDA device of its own. Plug-ins
+            whose steps cost device time go to a process where `"process"` is asked for.
         dtype: of weights and KV; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
         quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 when the model is a built-in
             one on a CPU, None for none; or a transformers quantization config as a JSON object, such as
@@ -139,7 +176,17 @@ class EngineConfig:
             (`quantization_config` in their config.json) stay as they are.
         isolate: whether all of it runs in a process of its own: when that dies it is started again, and every request
             goes on where it was.
-        ngram: look the answer's continuation up in prompt and answer as well, on the same tree.
+        drafters: those that work beside the draft, on the same tree: names, perhaps with options, as
+            `"ngram?table=code.ngrams"`; what is built in and what packages add (docs/plugins.md).
+        acceptance: the rule by which candidates become the answer: `"exact"`, or one that is **lossy**, such as
+            `"loose"` or `"loose?reading=paper&threshold=0.2&window=8"` (`acceptance/loose.py`): then the answer may
+            not be what the target would have written. A lossy rule takes trusted drafters only (`ports.Drafter`), and
+            no steering.
+        steering: a transform of the target's logits, by name and perhaps with options; None for none. The answer is
+            that of the steered target. What packages add (`ports.Steering`).
+        stack: drafters below the draft model, from the top, each queried by the one above it (`drafters/stacked.py`):
+            names of models or, as the last, of a drafter that needs none; with `?block=4` the one above asks for four
+            candidates at a time. `langchain-card plan` finds out which stack pays.
         exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
             `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
             same engine bit for bit; candidates are chains then. `"default"` promises what docs/architecture.md says.
@@ -160,7 +207,10 @@ class EngineConfig:
     exact: str = "default"
     execution: str = "auto"
     isolate: bool = False
-    ngram: bool = True
+    drafters: tuple[str, ...] = (NGRAM,)
+    acceptance: str = "exact"
+    steering: str | None = None
+    stack: tuple[str, ...] = ()
     max_model_len: int | None = None
     limits: Limits = field(default_factory=Limits)
     pins: Pins = field(default_factory=Pins)
@@ -174,10 +224,28 @@ class EngineConfig:
             check_quantization(self.quantization)
         if self.max_model_len is not None:
             check_range("max_model_len", self.max_model_len, 16, 10_000_000)
+        for name in ("drafters", "stack"):
+            if isinstance(value := getattr(self, name), str):
+                raise InvalidInputError(name, value, "must be a tuple of names", f"write {name}=({value!r},)")
+        for spec in self.drafters:
+            check_choice("drafters", plugins.name_of(spec), plugins.names("drafters"))
+        named = [plugins.name_of(spec) for spec in self.drafters]
+        if len(set(named)) < len(named):
+            raise InvalidInputError("drafters", self.drafters, "names a drafter twice", "name each once")
+        if self.steering is not None:
+            check_choice("steering", plugins.name_of(self.steering), plugins.names("steering"))
+        check_stack(self)
+        if self.lossy:
+            check_lossy(self)
         for pin in fields(Pins):
             if (value := getattr(self.pins, pin.name)) is not None:
                 most = f"max_{pin.name}"
                 check_range(f"pins.{pin.name}", value, 0, getattr(self.limits, most), f"limits.{most} is the most")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the acceptance rule is: the answer may then not be the target's own."""
+        return bool(getattr(plugins.find("acceptance", self.acceptance).factory, "lossy", True))
 
     def execution_on(self, device_type: str) -> str | None:
         """`execution` as `runtime.runner.ModelRunner` takes it; a CPU's steps keep to what is exact there."""
@@ -186,12 +254,27 @@ class EngineConfig:
     @property
     def has_draft(self) -> bool:
         """Whether a draft model is loaded beside the target."""
-        return self.draft_model is not None and self.draft_model != NGRAM
+        return self.draft_model is not None and not plugins.is_known("drafters", self.draft_model)
 
     @property
-    def has_ngram(self) -> bool:
-        """Whether n-gram lookup proposes candidates."""
-        return self.draft_model == NGRAM or (self.draft_model is not None and self.ngram)
+    def levels(self) -> tuple[Level, ...]:
+        """`stack`, read."""
+        return tuple(map(Level.read, self.stack))
+
+    @property
+    def modelless_drafters(self) -> tuple[str, ...]:
+        """Specs of the drafters that work beside the draft model, or in its place."""
+        if self.draft_model is None:
+            return ()
+        if self.has_draft:
+            return self.drafters
+        own = plugins.name_of(self.draft_model)
+        return (self.draft_model, *(spec for spec in self.drafters if plugins.name_of(spec) != own))
+
+
+def lossy_note(acceptance: str) -> str:
+    """What is said wherever a lossy rule comes into force."""
+    return f"lossy: with acceptance={acceptance!r} the draft may write where the target would have said something else"
 
 
 def default_model() -> str:
@@ -203,15 +286,6 @@ def default_draft_model() -> str | None:
     """Likewise the draft; `"none"` in the environment is None."""
     named = os.environ.get(DRAFT_VARIABLE) or EngineConfig().draft_model
     return None if named == "none" else named
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises `InvalidInputError` naming the nearest choice unless `value` is one of `choices`."""
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        raise InvalidInputError(
-            name, value, f"must be one of {', '.join(choices)}", f"did you mean {near[0]}" if near else ""
-        )
 
 
 def check_quantization(value: str) -> None:
@@ -226,20 +300,3 @@ def check_quantization(value: str) -> None:
     if not isinstance(method, str):
         hint = 'add "quant_method": "bitsandbytes", "torchao", ...'
         raise InvalidInputError("quantization", value, "must name its quant_method", hint)
-
-
-def check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> None:
-    """Raises `InvalidInputError` unless `low <= value <= high` and `value` is a number; whole when `low` is an int."""
-    kinds, word = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        raise InvalidInputError(name, value, f"must be {word} between {low:,} and {high:,}", hint)
-
-
-def check_ids(name: str, token_ids: Sequence[Any], most: int, vocab_size: int = 2**31) -> None:
-    """Raises `InvalidInputError` unless there are at most `most` token ids, all different and in the vocabulary."""
-    if len(token_ids) > most:
-        raise InvalidInputError(name, len(token_ids), f"at most {most:,} tokens", "name fewer")
-    for token in token_ids:
-        check_range(name, token, 0, vocab_size - 1, "token ids are the target tokenizer's")
-    if len(set(token_ids)) < len(token_ids):
-        raise InvalidInputError(name, token_ids, "names a token twice", "name each token once")

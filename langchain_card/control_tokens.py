@@ -27,6 +27,9 @@ class ControlTokens:
 
     Args:
         tokenizer: of transformers; it is not kept.
+
+    Attributes:
+        ids: all of their ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -37,7 +40,8 @@ class ControlTokens:
         self._finder = self._equipped(models.WordLevel(vocab={"": 0}, unk_token=""))
         control = {number: token.content for number, token in self._added.items() if _controls(token)}
         self._ids = {self._finder.token_to_id(content): number for number, content in control.items()}
-        self._compared = frozenset(control) - {_unknown_id(tokenizer, self._backend)}
+        self.ids = frozenset(control)
+        self._compared = self.ids - {_unknown_id(tokenizer, self._backend)}
         signs = {content[0] for content in control.values() if not re.match(r"\w", content)}
         self._signs = re.compile("|".join(map(re.escape, signs)) or "(?!)")
         seconds = {content[1:2].lower() for content in control.values()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,22 +99,3 @@ class Detokenizer:
             (n for text in self._stop for n in range(1, min(len(text), len(tail) + 1)) if tail.endswith(text[:n])),
             default=0,
         )
-
-
-def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """What a token stands for, whole characters or not; nothing for ids that the tokenizer has no token for."""
-    token: str = tokenizer.convert_ids_to_tokens(token_id) or ""
-    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # byte fallback of sentencepiece
-        return bytes([int(token[3:5], 16)])
-    if "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder):
-        table = _byte_level()
-        return b"".join(bytes([table[char]]) if char in table else char.encode() for char in token)
-    return token.replace("\u2581", " ").encode()
-
-
-@functools.cache
-def _byte_level() -> dict[str, int]:
-    """Byte of each character in which byte-level tokenizers write their tokens (GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

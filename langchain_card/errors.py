@@ -7,7 +7,7 @@ CARDError
 │   ├── UnsupportedContentError         images, audio, files: the model reads text only
 │   ├── UnknownModelError               no such model name; carries the nearest names
 │   ├── UnsupportedModelError           the engine cannot run this kind of model exactly
-│   └── VocabularyMismatchError         draft and target do not share a vocabulary
+│   └── VocabularyMismatchError         draft and target have almost no tokens in common
 ├── DeviceError (RuntimeError)          the device is not there, or does not fit the model
 ├── ModelStoreError (RuntimeError)      getting weights on disk failed
 │   ├── UnsafeModelError                the folder carries pickle weights or code
@@ -87,7 +87,7 @@ class UnsupportedModelError(InvalidInputError):
 
 
 class VocabularyMismatchError(InvalidInputError):
-    """Draft and target tokenizers differ, so their token ids cannot be compared."""
+    """Draft and target have almost no tokens in common, or a tokenizer does not say what its tokens are."""
 
 
 class DeviceError(CARDError, RuntimeError):

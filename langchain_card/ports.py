@@ -1,16 +1,24 @@
-"""All seams in one place: what a plug-in implements, what the engine asks of it, and what engines are made of."""
+"""All seams in one place: what a plug-in implements, what the engine asks of it, and what engines are made of.
+
+`AcceptanceRule`, which the core calls, is written down beside the exact rule in `core/walk.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from typing_extensions import Self
 
+from langchain_card.config import Limits
 from langchain_card.core.messages import Begin, Correct, Emit, End, Grow, Proposal, Verdict, Window
 from langchain_card.core.request import FinishReason, Request, RequestStats
+from langchain_card.core.walk import AcceptanceRule as AcceptanceRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Clock(Protocol):
@@ -26,21 +34,33 @@ class Budget:
 
     Attributes:
         request_id: whose tree to grow.
-        width: nodes to expand at most.
+        width: nodes to expand at most, apart from those that a level below has guessed.
         min_chance: chance of being reached below which a node is not expanded.
+        ahead: tokens assumed to follow the answer: what follows them is asked for, and the proposal's root stands for
+            the last of them. A drafter that works below another one is asked so.
+        whole: whether the proposal is to stand for itself, in an epoch of its own, with what was said before as well.
     """
 
     request_id: int
     width: int = 1
     min_chance: float = 0.0
+    ahead: tuple[int, ...] = ()
+    whole: bool = False
 
 
 class Drafter(Protocol):
     """Proposes candidates. Called by one thread at a time; several requests may be open.
 
+    Under the exact rule candidates change the speed alone, whoever proposes them. A lossy rule may put them into the
+    answer: it works with drafters only whose class says `trusted = True`, that they propose what a model or the text
+    itself says and never what somebody else would like to read.
+
     Attributes:
         name: the `source` of its proposals; unique in an engine.
-        paced: True when a step costs device time, so that steps are granted one by one where devices are shared.
+        paced: True when a step costs device time, so that steps are granted one by one where devices are shared, and
+            taken on a thread of its own where they are not.
+        trusted: optional, of the class, False by default: whether a lossy rule may work with it.
+        of_grammars: optional, of the class, False by default: whether it is asked for requests with a grammar only.
     """
 
     name: str
@@ -60,6 +80,30 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Frees everything."""
+
+
+class Steering(Protocol):
+    """Changes what the target says, before anything else sees it: the target of its answers is the steered one.
+
+    Penalties, grammars, temperature and reported log-probabilities all take the steered logits, so that speculation
+    stays exact with respect to them; a lossy rule of acceptance is refused beside it. Called by one thread
+    at a time, once a pass.
+    """
+
+    def __call__(self, logits: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Steers rows of any requests.
+
+        It must be a function of each row alone, of its logits and its text, or answers depend on the schedule and on
+        what else is decoded. What it raises, or another shape, ends the requests that make it do so, alone.
+
+        Args:
+            logits: [rows, vocabulary] of the target, on its device and in its dtype; not to be written to.
+            texts: [rows] the tokens before the one that is to be chosen: prompt, answer and the candidates between.
+                They are views; what is kept of them must be copied.
+
+        Returns:
+            [rows, vocabulary], on the same device, of a floating-point type.
+        """
 
 
 class Constraint(Protocol):
@@ -85,6 +129,34 @@ class Constraint(Protocol):
 
         The same for the same tokens said and the same questions asked on the way, by forks or not.
         """
+
+
+def _unconstrained(grammar: str) -> Constraint:
+    raise NotImplementedError("grammars")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a plug-in works: the first argument of its factory.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_len: positions of a sequence, prompt and answer together.
+        num_seqs: requests open at once.
+        eos_ids: tokens that end an answer.
+        tokenizer: the target's, of transformers.
+        constrain: what a grammar (`SamplingParams.grammar`) allows, before the answer; it raises in a process of the
+            drafter's own (`draft_transport="process"`).
+        limits: of the engine.
+    """
+
+    vocab_size: int = 2**31
+    max_len: int = 2**31
+    num_seqs: int = 1
+    eos_ids: tuple[int, ...] = ()
+    tokenizer: Any = None
+    constrain: Callable[[str], Constraint] = _unconstrained
+    limits: Limits = field(default_factory=Limits)
 
 
 class Target(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.ngram import NgramDrafter
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
+from langchain_card.ports import Budget, Setting
 
 TOKENIZER = tiny.byte_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -98,29 +99,43 @@ def outcome(done: Completion) -> tuple[tuple[int, ...], str, bool]:
     return done.token_ids, done.finish_reason.value, done.stats.closed
 
 
-class Oracle(NgramDrafter):
+class Oracle:
     """Knows the answers: proposes their next tokens, and beside and within them what is wrong.
 
     Lies are drawn from all tokens, the end of text among them, and the truth goes on below them as well.
     """
 
+    name, paced = "ngram", False
     answers: dict[Asked, tuple[int, ...]]
     lies: float = 0.0
 
-    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        super().begin(request, output_ids)
-        key = (tuple(request.prompt_ids), replace(request.params, schedule="auto"))
-        self._known[request.request_id] = self.answers.get(key, ())
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, setting: Setting) -> None:
         self._known: dict[int, tuple[int, ...]] = {}
+        self._done: dict[int, int] = {}
+        self._epochs = itertools.count()
         self._rng = random.Random(0)
 
-    def _propose(self, request_id: int) -> Proposal | None:
-        history = self._requests[request_id]
-        history.epoch += 1
-        done = len(history.token_ids) - history.num_prompt
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        key = (tuple(request.prompt_ids), replace(request.params, schedule="auto"))
+        self._known[request.request_id] = self.answers.get(key, ())
+        self._done[request.request_id] = len(output_ids)
+
+    def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
+        if start <= self._done.get(request_id, -1):
+            self._done[request_id] = max(self._done[request_id], start + len(token_ids))
+
+    def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
+        return [self._propose(budget.request_id) for budget in budgets if budget.request_id in self._done]
+
+    def end(self, request_id: int) -> None:
+        self._known.pop(request_id, None)
+        self._done.pop(request_id, None)
+
+    def close(self) -> None:
+        self._done.clear()
+
+    def _propose(self, request_id: int) -> Proposal:
+        done = self._done[request_id]
         parents, tokens, last = list[int](), list[int](), 0
         for token in self._known[request_id][done : done + 12]:
             for lie in self._lies():
@@ -130,7 +145,7 @@ class Oracle(NgramDrafter):
             tokens.append(token)
             last = len(tokens)
         scores = tuple(-0.01 for _ in tokens)
-        return Proposal(self.name, request_id, history.epoch, 0, done, 1, tuple(parents), tuple(tokens), scores)
+        return Proposal(self.name, request_id, next(self._epochs), 0, done, 1, tuple(parents), tuple(tokens), scores)
 
     def _lies(self) -> list[int]:
         drawn = [self._rng.choice([EOS, *range(256)]) for _ in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.runtime.kv_cache import KVPool
+from langchain_card.runtime.kv_cache import KVCache, KVPool
 from langchain_card.runtime.loader import load_model, resolve
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -152,6 +153,41 @@ def test_prefixes_are_taken_over_from_running_and_ended_texts() -> None:
     assert c.token_ids == [1, 2, 3, 4, 5, 6]
     e = kv.open([1, 2, 3, 4, 5, 6, 7])
     assert e is c and e.length == 6
+
+
+def test_prefixes_are_taken_over_from_the_same_tenant_alone() -> None:
+    kv = pool(3)
+    a = kv.open([1, 2, 3], "one")
+    a.token_ids = [1, 2, 3]
+    b = kv.open([1, 2, 3, 4], "other")
+    assert b.length == 0, "while it runs"
+    kv.close(a)
+    assert kv.open([1, 2, 3, 4], "other").length == 0, "nor when it has ended"
+    assert kv.open([1, 2, 3, 4], "one") is a and a.length == 3
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_no_key_learns_what_another_read(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch, draft: bool) -> None:
+    """Neither from the count of tokens that were known, nor from passes of either model."""
+    opened = list[tuple[str, int]]()
+    open_ = KVPool.open
+
+    def recorded(self: KVPool, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
+        cache = open_(self, token_ids, tenant)
+        opened.append((tenant, cache.length))
+        return cache
+
+    monkeypatch.setattr(KVPool, "open", recorded)
+    target, small = tiny_pairs["llama"]
+    cached = {}
+    with Engine(EngineConfig(target, small if draft else None, drafters=(), dtype="float64")) as engine:
+        for tenant in ("one", "other", "one "):
+            params = SamplingParams(max_tokens=8, schedule="sequential" if draft else "plain", tenant=tenant)
+            cached[tenant] = engine.submit([*range(40)], params).result().stats.cached_tokens
+        again = engine.submit([*range(40)], params).result().stats.cached_tokens
+    assert set(cached.values()) == {0} and again == 39
+    first = dict(reversed(opened))
+    assert set(first.values()) == {0} and {*first} == {*cached} and len(opened) == (8 if draft else 4)
 
 
 @pytest.mark.parametrize("arch", tiny.CONFIGS)

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 
+from langchain_card.bench import prompts
 from langchain_card.bench.beams import beam_reach, trace_path
 from langchain_card.bench.devices import load_device
 from langchain_card.bench.paths import DEEP, MISS, TOP, Kind
@@ -38,6 +39,15 @@ def made_up(tokens: int, seed: int) -> Trace:
 
 
 TRACES = [made_up(100, seed) for seed in range(3)]
+
+
+def test_own_prompts_are_whole_and_each_there_once() -> None:
+    own, copying = (prompts.load(path, 100) for path in (prompts.OWN, prompts.COPYING))
+    assert (len(own), len(copying)) == (20, 28)
+    assert len({*own, *copying}) == 48
+    rows = [json.loads(line) for line in prompts.COPYING.read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["edit", "quote", "edit", "quote", "edit", "quote", "edit"] * 4
+    assert all(len(prompt.splitlines()) >= 15 or len(prompt.split()) >= 150 for prompt in copying), "much to copy"
 
 
 def test_traces_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -78,10 +88,12 @@ def test_a_siblings_subtree_lives_as_long_as_the_beam_holds_it() -> None:
 
 def test_a_draft_that_equals_its_target_is_recorded_as_always_right(tmp_path: Path) -> None:
     target = tiny.make_target("llama", tmp_path / "target")
-    pair = resolve(EngineConfig(target, target, dtype="float64", ngram=False))
+    pair = resolve(EngineConfig(target, target, dtype="float64", drafters=()))
     assert pair.draft is not None
     with Engine(EngineConfig(target, None, dtype="float64")) as engine, borrowed(pair.draft) as model:
-        trace = record(engine, ModelRunner(model, max_len=256, num_scratch=16), PROMPT, 40)
+        draft = ModelRunner(model, max_len=256, num_scratch=16)
+        record(engine, draft, PROMPT[:2], 40)  # it has room for one text at a time
+        trace = record(engine, draft, PROMPT, 40)
         assert trace.token_ids == engine.submit(PROMPT, SamplingParams(max_tokens=40)).result().token_ids
     assert all(trace.rank(position) == 0 for position in range(40))
     assert torch.tensor(trace.draft_logs).diff().le(0).all()

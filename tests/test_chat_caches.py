@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 
-from langchain_card import CARDChatModel
+from langchain_card import CARDChatModel, plugins
 from langchain_card.chat.sampling_options import SamplingOptions
 from langchain_card.config import Limits, Pins
 from langchain_card.engine.engine import Engine
@@ -15,7 +15,9 @@ from langchain_card.engine.engine import Engine
 SAME: list[dict[str, Any]] = [
     {"schedule": "plain"},
     {"draft_model": "ngram"},
-    {"ngram": False},
+    {"drafters": ()},
+    {"stack": ("ngram",), "draft_model": "smollm2-135m"},
+    {"tenant": "somebody"},
     {"device": "cpu"},
     {"draft_device": "cpu"},
     {"draft_transport": "thread"},
@@ -35,6 +37,8 @@ DIFFERENT: list[dict[str, Any]] = [
     {"dtype": "float32"},
     {"quantization": None},
     {"exact": "strict"},
+    {"acceptance": "loose"},
+    {"steering": "forward"},
     {"max_model_len": 500},
     {"max_tokens": 9},
     {"temperature": 0.5},
@@ -50,6 +54,12 @@ DIFFERENT: list[dict[str, Any]] = [
     {"logprobs": True},
     {"output_version": "v1"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _steering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_registered", {})
+    plugins.register("steering", "forward", lambda setting: lambda logits, texts: logits)
 
 
 @pytest.fixture
@@ -86,6 +96,24 @@ def test_what_changes_the_answer_is_part_of_the_caches_key(toy: dict[str, Any], 
     if options:
         assert model._get_llm_string(**options) == changed._get_llm_string()
         assert changed._get_llm_string(**dict.fromkeys(options)) == changed._get_llm_string(), "None is the field's"
+
+
+def test_under_a_lossy_rule_drafts_and_schedules_change_the_answer_too(toy: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {**toy, "draft_model": "smollm2-135m", "acceptance": "loose"}
+    key, changes = CARDChatModel(**fields)._get_llm_string, ("draft_model", "schedule", "tenant")
+    for name, value in (
+        ("draft_model", "ngram"),
+        ("draft_model", None),
+        ("schedule", "plain"),
+        ("tenant", "somebody"),
+        ("drafters", ()),
+        ("stack", ("ngram",)),
+        ("pins", Pins(window=2)),
+        ("limits", Limits(max_window=7)),
+    ):
+        changed = CARDChatModel(**{**fields, name: value})._get_llm_string()
+        assert changed != key()
+        assert name not in changes or key(**{name: value}) == changed
 
 
 async def test_caches(toy: dict[str, Any], other_toy: str, submitted: list[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+import vocabularies
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -23,12 +24,10 @@ from langchain_card.runtime.loader import num_loaded_models
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of another vocabulary."""
+    """A model whose vocabulary has nothing in common with others."""
     folder = tmp_path_factory.mktemp("stranger")
     name = tiny.make_target("llama", folder)
-    tokenizer = tiny.byte_tokenizer()
-    tokenizer.add_tokens(["<|new|>"])
-    tokenizer.save_pretrained(folder)
+    vocabularies.words().save_pretrained(folder)
     return name
 
 
@@ -166,7 +165,7 @@ def test_names_of_a_call_are_checked(model: CARDChatModel) -> None:
         model.invoke("hi", draft_model="ngrm")
 
 
-def test_a_draft_of_another_vocabulary(tiny_pairs: dict[str, tuple[str, str]], stranger: str) -> None:
+def test_a_draft_that_shares_no_tokens(tiny_pairs: dict[str, tuple[str, str]], stranger: str) -> None:
     target, draft = tiny_pairs["llama"]
     with CARDChatModel(model=target, draft_model=draft, dtype="float64", max_tokens=4) as model:
         with pytest.raises(VocabularyMismatchError, match=r'Hint: .*draft_model="ngram"; in a call, too'):

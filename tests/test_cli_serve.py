@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import tiny
+import vocabularies
 from played import make_pair
 from served import error_of, until
 from test_process_transport import gone
@@ -153,7 +155,8 @@ def test_what_keeps_it_from_starting_is_one_line(pair: tuple[str, ...], tmp_path
     assert f"--port = {port}: cannot be used at 127.0.0.1 (Address already in use)" in capsys.readouterr().err
     assert main(["serve", *pair, "--host", "nowhere.invalid", "--insecure"]) == 2
     assert "--host = 'nowhere.invalid': is no address" in capsys.readouterr().err
-    other = make_pair(tmp_path, tokens=["one more"])["draft_model"]
+    other = tiny.make_target("qwen2", tmp_path / "other")
+    vocabularies.words().save_pretrained(other)
     server = Process(pair[0], pair[1], "--draft-model", other, until="never")
     assert server.process.wait(60) == 2 and server.said.count("\n") < 6
     assert "langchain-card: draft_model" in server.said and "Traceback" not in server.said

@@ -18,35 +18,69 @@ from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
-from langchain_card.core.walk import walk
+from langchain_card.core.walk import ExactRule
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.testing import FixedPolicy
 
 
 def test_walk_follows_the_branch_that_the_target_chose() -> None:
     window = m.Window(0, 0, 5, token_ids=(1, 10, 11, 12, 13), parents=(m.ROOT, 0, 0, 2, 3))
-    assert walk(window, (11, 0, 12, 13, 14)) == ([0, 2, 3, 4], [11, 12, 13, 14])
-    assert walk(window, (12, 10, 0, 0, 0)) == ([0], [12])
-    assert walk(window, (10, 7, 0, 0, 0)) == ([0, 1], [10, 7])
+
+    def walk(*target_ids: int) -> tuple[list[int], list[int]]:
+        return ExactRule().walk(window, m.Verdict(0, 0, target_ids), Request(0, (1,), SamplingParams()))
+
+    assert walk(11, 0, 12, 13, 14) == ([0, 2, 3, 4], [11, 12, 13, 14])
+    assert walk(12, 10, 0, 0, 0) == ([0], [12])
+    assert walk(10, 7, 0, 0, 0) == ([0, 1], [10, 7])
 
 
 def test_tree_re_roots_and_keeps_what_survives() -> None:
     tree = CandidateTree(0)
-    a, b = tree.insert(0, 1, -0.1, "s"), tree.insert(0, 2, -2.0, "s")
-    aa, ab, ba = tree.insert(a, 3, -0.1, "s"), tree.insert(a, 4, -1.5, "s"), tree.insert(b, 5, -0.1, "s")
+    a, b = tree.insert(0, 1, -0.1, "s"), tree.insert(0, 2, -3.0, "s")
+    aa, ab, ba = tree.insert(a, 3, -0.1, "s"), tree.insert(a, 4, -2.5, "s"), tree.insert(b, 5, -0.1, "s")
     assert tree.best_subtree(2)[0] == [a, aa]
     nodes, chances = tree.best_subtree(9)
     assert nodes[:3] == [a, aa, ab] and len(nodes) == 5
     assert chances == sorted(chances, reverse=True) and chances[1] == pytest.approx(math.exp(-0.2))
     assert tree.advance(1) is True
     assert tree.insert(b, 6, -0.1, "s") == DEAD and tree.insert(ba, 6, -0.1, "s") == DEAD
-    assert tree.best_subtree(9)[0] == [aa, ab] and tree.lead() == 1
+    assert tree.best_subtree(9)[0] == [aa, ab] and tree.depth(aa) == tree.depth(ab) == 1
     assert tree.insert(0, 1, -0.1, "late") == a, "a committed token proposed late is found, not doubled"
     assert tree.advance(77) is False
     assert tree.best_subtree(9) == ([], []) and not tree.is_alive(aa)
     new = tree.sweep()
     assert set(new) == {0, a, tree_root_before := max(new)} and tree.root == new[tree_root_before]
     assert [tree.tokens[n] for n in tree.path] == [0, 1, 77]
+
+
+def test_siblings_of_drafters_that_disagree_share_one_chance() -> None:
+    tree = CandidateTree(0)
+    a, b = tree.insert(0, 1, math.log(0.8), "s"), tree.insert(0, 2, math.log(0.8), "t")
+    aa = tree.insert(a, 3, math.log(0.5), "s")
+    nodes, chances = tree.best_subtree(9)
+    assert nodes == [a, b, aa] and chances == pytest.approx([0.5, 0.5, 0.25])
+    assert tree.best_chain(9) == ([a, aa], pytest.approx([0.5, 0.25]))
+
+
+def test_who_knows_has_the_last_word() -> None:
+    """Whatever others say of a candidate, before or after: listed by a model it has the model's chance."""
+    text = {"source": "text", "judged": (math.log(0.6), math.log(0.02))}
+    for text_first in (False, True):
+        tree = CandidateTree(0)
+        if text_first:
+            tree.insert(0, 1, math.log(0.9), **text)  # type: ignore[arg-type]
+        node = tree.insert(0, 1, math.log(0.3), "model", knows=True)
+        assert tree.insert(0, 1, math.log(0.9), **text) == node  # type: ignore[arg-type]
+        tree.insert(0, 2, math.log(0.9), **text)  # type: ignore[arg-type]
+        tree.insert(0, 3, math.log(0.4), "model", knows=True)
+        assert tree.best_subtree(9)[1] == pytest.approx([0.6 / 1.3, 0.4 / 1.3, 0.3 / 1.3])
+        tree.look([0])  # it has listed all that is likely
+        assert [tree.tokens[node] for node in tree.best_subtree(9)[0]] == [3, 1, 2]
+        assert tree.best_subtree(9)[1] == pytest.approx([0.4, 0.3, 0.02])
+        assert [tree.is_doubted(node) for node in tree.best_subtree(9)[0]] == [False, False, True]
+        tree.advance(3)
+        new = tree.sweep()
+        assert tree.looked == {new[0]} and tree.listed == {tree.root} and tree.doubted[tree.root] == math.log(0.4)
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,10 @@ def test_malformed_proposals_change_nothing() -> None:
     ]  # fmt: skip
     for fields in bad:
         core.handle(m.Proposed(replace(good, **fields), 0.0))  # type: ignore[arg-type]
-        assert core.scheduler.running[0].tree.lead() == 0 and source.credits == 1
+        assert source.lead(core.scheduler.running[0].tree) == 0 and source.credits == 1
     assert core.stale == len(bad)
     core.handle(m.Proposed(good, 0.0))
-    assert core.scheduler.running[0].tree.lead() == 1
+    assert source.lead(core.scheduler.running[0].tree) == 1
 
 
 def test_a_request_that_kills_the_target_does_not_use_up_its_lives() -> None:

@@ -21,7 +21,8 @@ from langchain_card.engine import assembly, drafts
 from langchain_card.engine.drafts import needs_process
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError, InvalidInputError, ModelStoreError
-from langchain_card.runtime.loader import ModelSpec, Pair, find_device, num_loaded_models, resolve
+from langchain_card.runtime.devices import find_device
+from langchain_card.runtime.loader import ModelSpec, Pair, num_loaded_models, resolve
 from langchain_card.runtime.threads import ThreadPlan, single_threaded
 from langchain_card.testing import FixedPolicy
 
@@ -45,7 +46,7 @@ class Told:
 @pytest.fixture(scope="module")
 def config(tiny_pairs: dict[str, tuple[str, str]]) -> EngineConfig:
     model, draft = tiny_pairs["llama"]
-    return EngineConfig(model, draft, dtype="float64", ngram=False, draft_transport="process")
+    return EngineConfig(model, draft, dtype="float64", drafters=(), draft_transport="process")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,15 @@ def test_no_memory_for_the_weights(config: EngineConfig, monkeypatch: pytest.Mon
     monkeypatch.setattr(drafts, "load_model", short)
     with single_threaded(), pytest.raises(DeviceError, match=r"draft_device = 'cpu': has no room for .*draft"):
         drafts.build_worker(
-            print, print, **drafts._fields(spec), max_len=64, num_seqs=1, vocab_size=9, execution="", num_threads=1
+            print,
+            print,
+            **drafts._fields(spec),
+            max_len=64,
+            num_seqs=1,
+            vocab_size=9,
+            execution="",
+            num_threads=1,
+            target_folder="",
         )  # type: ignore[arg-type]
 
 

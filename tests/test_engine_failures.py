@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def config(pair: tuple[str, str], **options: Any) -> EngineConfig:
-    return EngineConfig(**{"model": pair[0], "draft_model": pair[1], "dtype": "float64", "ngram": False, **options})
+    return EngineConfig(**{"model": pair[0], "draft_model": pair[1], "dtype": "float64", "drafters": (), **options})
 
 
 def answer(engine: Engine, count: int, schedule: str = "parallel", prompt: list[int] = PROMPT) -> tuple[int, ...]:
@@ -152,8 +152,8 @@ def test_a_draft_that_equals_the_target_is_always_right(
         return verify(self, windows)
 
     monkeypatch.setattr(TargetWorker, "verify", slow)
-    monkeypatch.setattr(Controller, "saw_token", lambda self, *, hit: hits.append(hit))
-    monkeypatch.setattr(Controller, "draft_pays", lambda self, load, chances, lead: sum(chances) > 0.1)
+    monkeypatch.setattr(Controller, "saw_token", lambda self, *, hit, first: hits.append(hit))
+    monkeypatch.setattr(Controller, "draft_pays", lambda self, load, frontier, lead: sum(frontier.chances) > 0.1)
     monkeypatch.setattr(Controller, "windows", lambda self, load, chances: [*map(len, chances)])
     monkeypatch.setattr(Controller, "patience", lambda self, load: 1.0)
     with Engine(config(pair, draft_model=pair[0])) as engine:

@@ -63,7 +63,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
 }
-DRAFTERS: dict[str, dict[str, Any]] = {"both": {}, "model": {"ngram": False}, "ngram": {"draft_model": "ngram"}}
+DRAFTERS: dict[str, dict[str, Any]] = {"both": {}, "model": {"drafters": ()}, "ngram": {"draft_model": "ngram"}}
 
 
 def stay_on_one_thread() -> None:

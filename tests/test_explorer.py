@@ -82,7 +82,8 @@ def test_explorer_replays_what_it_saw() -> None:
 
 def test_explorer_names_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     """A violation carries the actions that lead there, and they lead there again."""
-    monkeypatch.setattr("langchain_card.core.coordinator.walk", lambda window, ids: ([0], [ids[0] + 1]))
+    wrong = lambda rule, window, verdict, request: ([0], [verdict.target_ids[0] + 1])  # noqa: E731
+    monkeypatch.setattr("langchain_card.core.walk.ExactRule.walk", wrong)
     with pytest.raises(
         Violation, match=r"not the target's \(scope 'draining', seed 3\); replay with actions = \["
     ) as seen:

@@ -56,6 +56,7 @@ class Draw:
             logit_bias=tuple((self.int(), self.float()) for _ in range(3)),
             banned_ids=self.ints(),
             logprobs=self.random.choice([None, 5]),
+            tenant=self.text(),
         )
 
     def proposal(self) -> m.Proposal:
@@ -159,7 +160,7 @@ def test_messages_arrive_in_order_until_the_other_end_is_gone() -> None:
 
 def test_what_an_engine_and_its_supervisor_say() -> None:
     request = Request(3, (1, 2), SamplingParams(stop=("x",), logit_bias=((1, 2.0),), grammar="start: /a/"), (0,))
-    stats = RequestStats(rounds=2, accepted_by_source={"model": 3}, closed=True)
+    stats = RequestStats(rounds=2, verified_by_source={"model": 5}, accepted_by_source={"model": 3}, closed=True)
     logprobs = (m.TokenLogprob(-0.5, ((1, -0.5), (2, -1.0))),)
     said: dict[Direction, list[Any]] = {
         f.TO_ENGINE: [

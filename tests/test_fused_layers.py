@@ -24,7 +24,7 @@ from langchain_card.runtime.runner import ModelRunner
 pytestmark = pytest.mark.skipif(product_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(70)]
-SHAPE = tiny._SHAPE
+SHAPE = tiny.SHAPE
 ODD: dict[str, Any] = {
     "another activation": lambda: t.LlamaConfig(**SHAPE, hidden_act="gelu"),
     "a bias after attention": lambda: t.LlamaConfig(**SHAPE, attention_bias=True),

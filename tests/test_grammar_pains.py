@@ -19,13 +19,14 @@ import pytest
 from constrained import EOS, SCHEMAS, TOKENIZER, Asked, decode, encode, knowing, mask, matcher, outcome, shortest
 from schemas import random_schema, satisfies
 
+from langchain_card import plugins
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine import assembly, drafts, target_worker
+from langchain_card.engine import assembly, target_worker
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
 from langchain_card.runtime.guide import Guide
@@ -60,7 +61,7 @@ def speculate(
 ) -> tuple[list[Completion], list[Completion]]:
     """Answers of the target alone, and with a drafter that knows them."""
     wanted = alone(pair, asked)
-    patch.setattr(drafts, "NgramDrafter", knowing(asked, wanted, lies))
+    patch.setitem(plugins._registered, ("drafters", "ngram"), knowing(asked, wanted, lies))
     with Engine(config(pair)) as engine:
         return wanted, decode(engine, asked, "sequential")
 
@@ -169,7 +170,7 @@ def test_54437_stale_candidates_are_taken_unmasked(
     asked = asked_of([*SCHEMAS.values()] * 2)
     wanted = alone(tiny_pairs["llama"], asked)
     stale = knowing(asked, [*wanted[1:], wanted[0]], lies=0.5)
-    monkeypatch.setattr(drafts, "NgramDrafter", stale)
+    monkeypatch.setitem(plugins._registered, ("drafters", "ngram"), stale)
     monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
     for draft in (tiny_pairs["llama"][1], tiny_pairs["qwen2"][0]):
         with Engine(replace(config(tiny_pairs["llama"]), draft_model=draft)) as engine:
@@ -183,7 +184,7 @@ def test_52620_only_under_concurrency(tiny_pairs: Pairs, monkeypatch: pytest.Mon
     asked = [*asked_of([*SCHEMAS.values()] * 6), *free]
     random.Random(0).shuffle(asked)
     wanted = [*map(outcome, done)] if (done := alone(tiny_pairs["llama"], asked)) else []
-    monkeypatch.setattr(drafts, "NgramDrafter", knowing(asked, done, lies=0.4))
+    monkeypatch.setitem(plugins._registered, ("drafters", "ngram"), knowing(asked, done, lies=0.4))
 
     def ask(i: int) -> bool:
         ids, params = asked[i]

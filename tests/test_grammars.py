@@ -96,7 +96,7 @@ def test_equal_to_the_naive_loop(tiny_pairs: Pairs, dtype: str) -> None:
 
 ENGINES: dict[str, dict[str, Any]] = {
     "both": {},
-    "model": {"ngram": False},
+    "model": {"drafters": ()},
     "ngram": {"draft_model": "ngram"},
     "float32": {"dtype": "float32"},
     "process": {"draft_transport": "process"},

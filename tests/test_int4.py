@@ -67,7 +67,7 @@ def test_features_that_are_no_whole_groups_stay_in_int8() -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[str, str]:
-    config = t.Qwen2Config(**{**tiny._SHAPE, "hidden_size": 128, "intermediate_size": 256})
+    config = t.Qwen2Config(**{**tiny.SHAPE, "hidden_size": 128, "intermediate_size": 256})
     target = tiny.save_random(config, tmp_path / "target")
     return target, tiny.make_draft(target, tmp_path / "draft", noise=0.02)
 
@@ -86,7 +86,7 @@ def test_drafts_get_it_and_targets_do_not(pair: tuple[str, str]) -> None:
 
 
 def test_stacked_layers_of_unfused_models_get_it(tmp_path: Path) -> None:
-    shape = {**tiny._SHAPE, "hidden_size": 128, "intermediate_size": 256}
+    shape = {**tiny.SHAPE, "hidden_size": 128, "intermediate_size": 256}
     target = tiny.save_random(t.Gemma2Config(**shape, head_dim=32), tmp_path / "target")
     draft_model = tiny.make_draft(target, tmp_path / "draft", noise=0.02)
     found = resolve(EngineConfig(target, draft_model, quantization="int8"))
@@ -102,7 +102,7 @@ def test_a_draft_in_4_bits_changes_no_answer(
     pair: tuple[str, str], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
-    config = EngineConfig(*pair, quantization="int8", ngram=False, draft_transport=transport)  # type: ignore[arg-type]
+    config = EngineConfig(*pair, quantization="int8", drafters=(), draft_transport=transport)  # type: ignore[arg-type]
     with Engine(config) as opened:
         plain = opened.submit(range(40), SamplingParams(max_tokens=80, schedule="plain")).result()
         for schedule in ("sequential", "parallel"):

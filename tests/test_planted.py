@@ -20,7 +20,7 @@ from langchain_card.core.intake import Intake
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.sources import SourceState
-from langchain_card.core.walk import cut, walk
+from langchain_card.core.walk import ExactRule, cut
 from langchain_card.drafters import tree as drafters
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.testing import FixedPolicy, RandomChooser, Violation, exhaust, run
@@ -28,7 +28,7 @@ from langchain_card.testing import FixedPolicy, RandomChooser, Violation, exhaus
 Patch = pytest.MonkeyPatch
 
 
-def caught(reason: str, world: str = "", faults: tuple[str, ...] | None = None) -> None:
+def caught(reason: str, world: str = "", faults: tuple[str, ...] | None = None, often: float = 0.02) -> None:
     """The exploration of this world, or else one of many random runs with these faults, breaks with this reason."""
     with pytest.raises(Violation, match=reason):
         if world:
@@ -37,7 +37,7 @@ def caught(reason: str, world: str = "", faults: tuple[str, ...] | None = None) 
             scope = scopes.long_text(seed)
             if faults is not None:
                 scope = replace(scope, faults={fault: scope.faults[fault] for fault in faults})
-            run(scope, RandomChooser(seed, 0.02), seed=seed)
+            run(scope, RandomChooser(seed, often), seed=seed)
 
 
 def replaced(function: Callable[..., Any], old: str, new: str, module: Any) -> Any:
@@ -63,7 +63,7 @@ def test_planted_no_epoch_fence(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         SourceState, "admit", replaced(SourceState.admit, "proposal.epoch > self.epoch", "False", sources)
     )
-    caught("wrong prefix")
+    caught("wrong prefix", faults=("lose", "repeat"), often=0.1)
 
 
 def test_planted_no_incarnation_fence(monkeypatch: Patch) -> None:
@@ -76,7 +76,7 @@ def test_planted_stale_verdict_accepted(monkeypatch: Patch) -> None:
     """The answer of a target that was killed counts for the window that its successor works on."""
     bad = replaced(Coordinator._commit, " or state.window.step_id != verdict.step_id", "", coordinator)
     monkeypatch.setattr(Coordinator, "_commit", bad)
-    caught("target's|KV|range", "the target dies and comes back")
+    caught("target's|KV|range|failed without need", "the target dies and comes back")
 
 
 def test_planted_lost_proposal_shifts_the_numbering(monkeypatch: Patch) -> None:
@@ -108,11 +108,13 @@ def test_planted_window_off_by_one(monkeypatch: Patch) -> None:
 def test_planted_bonus_dropped(monkeypatch: Patch) -> None:
     """The target's token after the last accepted candidate is thrown away."""
 
-    def walk_without_bonus(window: m.Window, ids: Any) -> tuple[list[int], list[int]]:
-        rows, tokens = walk(window, ids)
+    walk = ExactRule.walk
+
+    def walk_without_bonus(*arguments: Any) -> tuple[list[int], list[int]]:
+        rows, tokens = walk(*arguments)
         return (rows[:-1], tokens[:-1]) if len(rows) > 1 else (rows, tokens)
 
-    monkeypatch.setattr(coordinator, "walk", walk_without_bonus)
+    monkeypatch.setattr(ExactRule, "walk", walk_without_bonus)
     with pytest.raises(AssertionError):
         check_bonus()
 

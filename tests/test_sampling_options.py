@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from langchain_card import CARDChatModel
-from langchain_card.detokenizer import token_bytes
 from langchain_card.errors import InvalidInputError
+from langchain_card.runtime.tokenizer import token_bytes
 
 
 @pytest.fixture(scope="module")

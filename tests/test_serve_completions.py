@@ -12,7 +12,7 @@ from served import NAME, rounded, says, served
 from test_serve_openai import CARD
 
 from langchain_card import CARDChatModel
-from langchain_card.detokenizer import token_bytes
+from langchain_card.runtime.tokenizer import token_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,6 +17,8 @@ from served import NAME, ask, error_of, says, served, until
 from test_serve_answers import LONG, num_open, posted
 
 from langchain_card import CARDChatModel
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.serve import Settings, create_app
 
@@ -59,6 +61,33 @@ def test_without_a_key_every_route_is_closed(url: str, path: str, said: str | No
     error = error_of(response)
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
     assert error["code"] == "invalid_api_key" and not any(key in response.text for key in KEYS)
+
+
+def test_every_key_is_a_tenant(url: str, model: CARDChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever route it asks; the engine is told no key."""
+    submit, tenants = Engine.submit, list[str]()
+
+    def recorded(self: Engine, prompt_ids: Any, params: SamplingParams) -> Any:
+        tenants.append(params.tenant)
+        return submit(self, prompt_ids, params)
+
+    monkeypatch.setattr(Engine, "submit", recorded)
+    completion = {"model": NAME, "prompt": "a", "max_tokens": 1}
+    bodies = [
+        *((CHAT, ask(max_tokens=1, stream=stream)) for stream in (False, True)),
+        *(("/v1/completions", {**completion, "stream": stream}) for stream in (False, True)),
+        *((f"/card/{route}", {"input": "a"}) for route in ("invoke", "stream", "stream_log", "stream_events")),
+        ("/card/batch", {"inputs": ["a"]}),
+    ]
+    for path, body in bodies:
+        tenants.clear()
+        for key in (*KEYS, KEYS[0]):
+            assert httpx.post(url + path, json=body, headers={"authorization": f"Bearer {key}"}).status_code == 200
+        first, second, again = tenants
+        assert first == again != second and not any(key in tenant for key in KEYS for tenant in tenants)
+    with served(model) as open_url:
+        httpx.post(open_url + CHAT, json=ask(max_tokens=1))
+    assert tenants[-1] == "" == model.tenant
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -293,8 +322,6 @@ def test_what_is_counted(model: CARDChatModel) -> None:
     assert found["cached_tokens_total",] >= 10 and "secret" not in text and "tiny" not in text
     with says(model, "ab" * 30), served(model) as url, httpx.Client(base_url=url) as http:
         card = http.post(CHAT, json=ask()).json()["card"]
-        assert (
-            {key[1]: value for key, value in numbers(http).items() if key[0] == "accepted_tokens_total"}
-            == card["accepted_by_source"]
-            != {}
-        )
+        for name, counted in {"verified": "verified_candidates_total", "accepted": "accepted_tokens_total"}.items():
+            found = {key[1]: value for key, value in numbers(http).items() if key[0] == counted}
+            assert found == card[f"{name}_by_source"] != {}

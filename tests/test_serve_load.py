@@ -23,6 +23,7 @@ from langchain_card import CARDChatModel
 
 CLIENTS, WARM_UP, REQUESTS = 64, 300, 1000
 MOST_GROWTH = 20 << 20
+TEXT = 24 << 20  # what n-gram tables take of a thousand texts: far from their bound, which is tested elsewhere
 """Bytes, of the server and its engine together."""
 ASKED = [
     {"messages": [{"role": "user", "content": f"Question {number}: what comes next?"}], "max_tokens": 4 + 2 * number}
@@ -137,7 +138,7 @@ async def answer_all(load: Load, server: Process) -> None:
     assert (found["200"], found["504"]) == (85 * of_all, 5 * of_all)
     assert 8 * of_all < found["499"] <= 10 * of_all, "some left before they were heard"
     assert found.total() == found["200"] + found["504"] + found["499"]
-    assert growth < MOST_GROWTH
+    assert growth < MOST_GROWTH + TEXT
 
 
 async def drain(load: Load, server: Process) -> None:

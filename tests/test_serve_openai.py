@@ -24,9 +24,9 @@ from langchain_card.serve.service import Service
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*is experimental")]
 
 CALLED = [("add", {"a": 1, "b": -2}), ("weather", {"place": "Ō\n"})]
-CARD = {"schedule", "tokens_per_second", "mean_accepted_length", "hit_rate", "accepted_by_source", "seed"}
+CARD = {"schedule", "tokens_per_second", "mean_accepted_length", "hit_rate", "accepted_by_source", "seed", "lossy"}
 STATS = {"rounds", "output_tokens", "accepted", "mean_accepted_length", "acceptance_rate", "hit_rate", "schedule"}
-STATS |= {"seconds", "target_busy_seconds", "draft_busy_seconds"}
+STATS |= {"lossy", "seconds", "target_busy_seconds", "draft_busy_seconds"}
 THINKS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
     "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from langchain_card.config import Limits
-from langchain_card.core.controller import Controller, Load
+from langchain_card.core.controller import Controller
+from langchain_card.core.policy import Load
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.testing import ToyDrafter, ToyModel, ToyTarget
 from langchain_card.testing.simulated import simulate
@@ -86,7 +87,9 @@ def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int, say: Calla
         plan = query.open_windows
 
         def windows(states: Any, *rest: Any) -> Any:
-            seen.append(len(states[0].output_ids) + states[0].tree.lead())  # how far the draft has looked
+            seen.append(
+                len(states[0].output_ids) + states[0].sources["toy"].lead(states[0].tree)
+            )  # how far the draft has looked
             return plan(states, *rest)
 
         query.open_windows = windows  # type: ignore[method-assign]

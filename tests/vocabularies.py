@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from langchain_card.runtime.store import ModelStore
+from langchain_card.testing.tokenizer import CHAT_TEMPLATE
 from langchain_card.tools.form import describe_tools, tool_form
 
 CHATML = (
@@ -156,6 +157,28 @@ def _small(model: Any, pre_tokenizer: Any, normalizer: Any = None, **flags: bool
     backend.add_tokens([AddedToken(text, **flags) for text in CONTROLS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.chat_template = "<s>{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}</s>"
+    return tokenizer
+
+
+def byte_pairs(text: str, size: int, end: str) -> Any:
+    """A byte-level tokenizer whose merges are those of a text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=[end], show_progress=False)
+    backend.train_from_iterator([text], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def words() -> Any:
+    """A tokenizer that knows no bytes and no letters."""
+    backend = Tokenizer(models.WordLevel({"[?]": 0} | {f"word{i}": i for i in range(1, 300)}, "[?]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="word1", unk_token="[?]")
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 

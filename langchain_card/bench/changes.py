@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from langchain_card.bench.contest import GPU_LIMITS, GPU_SLOTS, Library, card, controller, joined
 from langchain_card.bench.devices import Device
 from langchain_card.bench.traces import Trace
-from langchain_card.core.controller import Controller, Load
+from langchain_card.core.controller import Controller
+from langchain_card.core.policy import Load
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.testing.simulated import Simulation
 from langchain_card.testing.toy import ToyDrafter, ToyTarget

@@ -14,7 +14,8 @@ from langchain_card.bench.devices import Device
 from langchain_card.bench.traces import Candidates, Trace, TraceScript
 from langchain_card.bench.trees import TreeRun, tree_runs
 from langchain_card.config import Limits, Pins, Schedule
-from langchain_card.core.controller import Controller, Policy
+from langchain_card.core.controller import Controller
+from langchain_card.core.policy import Policy
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.runtime.threads import num_cores
 from langchain_card.testing.simulated import Answer, Simulation

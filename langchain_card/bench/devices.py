@@ -65,27 +65,28 @@ def load_device(name: str) -> Device:
         )
         slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
         for curve in (target, draft):
-            _check(curve, slowdown)
-        return Device(row["name"], row["measured"], row["source"], _rising(target), _rising(draft), slowdown)
+            check_curve(curve, slowdown)
+        return Device(row["name"], row["measured"], row["source"], rising(target), rising(draft), slowdown)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
         raise InvalidInputError("device", name, f"cannot be read ({error!r})", f"known: {known}") from error
 
 
-def _check(curve: Mapping[int, float], slowdown: tuple[float, float]) -> None:
+def check_curve(curve: Mapping[int, float], slowdown: tuple[float, ...] = ()) -> None:
+    """Raises `ValueError` unless it is a curve."""
     if len(curve) < 2 or min(curve) != 1:
         raise ValueError("a curve begins with one row and has two sizes or more")
     if not all(0 < value < math.inf for value in (*curve.values(), *slowdown)):
         raise ValueError("times and slow-downs are positive numbers")
 
 
-def _rising(curve: Mapping[int, float]) -> dict[int, float]:
+def rising(curve: Mapping[int, float]) -> dict[int, float]:
     """More rows are never faster; where they were measured so, it was noise."""
     sizes = sorted(curve)
     return dict(zip(sizes, accumulate((curve[size] for size in sizes), max), strict=True))
 
 
-def line(curve: Mapping[int, float], rows: int) -> float:
+def line(curve: Mapping[int, float], rows: float) -> float:
     """The value at `rows`: on the line between the points, and on beyond the last two."""
     sizes = sorted(curve)
     i = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from langchain_card.config import check_range
+from langchain_card.checks import check_range
 from langchain_card.errors import InvalidInputError
 
 OWN = Path(__file__).parent / "data" / "prompts.jsonl"
 """The project's own prompts."""
+
+COPYING = OWN.with_name("copying.jsonl")
+"""Likewise, such whose answers mostly repeat them: edits of code and summaries with quotes (`kind` edit or quote)."""
 
 
 def load(path: Path, count: int) -> list[str]:

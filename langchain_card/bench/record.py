@@ -40,8 +40,11 @@ def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_to
 def along(draft: ModelRunner, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
     """The draft's logits [rows, vocabulary] before each of `token_ids`, some rows at a time."""
     cache = draft.open()
-    draft.prefill(cache, prompt_ids[:-1])
-    return draft.follow(cache, [prompt_ids[-1], *token_ids[:-1]])
+    try:
+        draft.prefill(cache, prompt_ids[:-1])
+        yield from draft.follow(cache, [prompt_ids[-1], *token_ids[:-1]])
+    finally:
+        draft.close(cache)
 
 
 @contextlib.contextmanager
@@ -52,6 +55,12 @@ def borrowed(spec: ModelSpec) -> Iterator[Any]:
         yield model
     finally:
         release_model(spec)
+
+
+def asked_as_user(engine: Engine, text: str) -> tuple[int, ...]:
+    """The prompt of a conversation that begins with this text."""
+    message = [{"role": "user", "content": text}]
+    return tuple(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
 
 def record_all(
@@ -72,8 +81,6 @@ def record_all(
     with Engine(config, pair=pair) as engine, borrowed(pair.draft) as model:
         draft = ModelRunner(model, max_len=engine.max_model_len, num_scratch=16)
         for number, text in enumerate(texts, start=1):
-            message = [{"role": "user", "content": text}]
-            prompt_ids = engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-            traces.append(record(engine, draft, prompt_ids, max_tokens))
+            traces.append(record(engine, draft, asked_as_user(engine, text), max_tokens))
             report(number, traces[-1])
     return traces

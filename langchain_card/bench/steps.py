@@ -24,7 +24,7 @@ CONTEXT = 256
 """Tokens before it."""
 
 
-class _Steps:
+class Steps:
     """One model with a text in its cache."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -56,33 +56,35 @@ def measure(config: EngineConfig, name: str, repeats: int, report: Callable[[str
     plan = ThreadPlan(target_on_cpu=on_cpu[0], draft_on_cpu=on_cpu[1])
     with borrowed(pair.target) as target_model, borrowed(pair.draft) as draft_model:
         target, draft = (
-            _Steps(ModelRunner(model, max_len=2 * CONTEXT, num_scratch=max(SIZES)))
+            Steps(ModelRunner(model, max_len=2 * CONTEXT, num_scratch=max(SIZES)))
             for model in (target_model, draft_model)
         )
         use_threads(plan.target("sequential"))
-        curves = [_curve(model, repeats) for model in (target, draft)]
-        for side, curve in zip(("target", "draft"), curves, strict=True):
-            report(f"{side}: " + ", ".join(f"{rows} rows {1e3 * seconds:.1f} ms" for rows, seconds in curve.items()))
-        together = _together(target, draft, plan, repeats * curves[0][1])
-    slowdown = (together[0] / curves[0][1], together[1] / curves[1][1])
+        found = curves((target, draft), repeats)
+        for side, times in zip(("target", "draft"), found, strict=True):
+            report(f"{side}: " + ", ".join(f"{rows} rows {1e3 * seconds:.1f} ms" for rows, seconds in times.items()))
+        together = _together(target, draft, plan, repeats * found[0][1])
+    slowdown = (together[0] / found[0][1], together[1] / found[1][1])
     report(f"both at once: the target takes {slowdown[0]:.2f} times as long, the draft {slowdown[1]:.2f}")
     source = f"measured: {config.model} and {config.draft_model}, medians of {repeats}, {CONTEXT} tokens before each"
-    return Device(name, True, source, curves[0], curves[1], slowdown)
+    return Device(name, True, source, found[0], found[1], slowdown)
 
 
-def _curve(model: _Steps, repeats: int) -> dict[int, float]:
-    times: dict[int, list[float]] = {rows: [] for rows in SIZES}
+def curves(models: Sequence[Steps], repeats: int) -> list[dict[int, float]]:
+    """Median seconds of a step by its rows, for each model; models and sizes take turns."""
+    times: list[dict[int, list[float]]] = [{rows: [] for rows in SIZES} for _ in models]
     for _ in range(repeats):
-        for rows in SIZES:
-            times[rows].append(model.seconds(rows))
-    return {rows: statistics.median(seen) for rows, seen in times.items()}
+        for model, seen in zip(models, times, strict=True):
+            for rows in SIZES:
+                seen[rows].append(model.seconds(rows))
+    return [{rows: statistics.median(each) for rows, each in seen.items()} for seen in times]
 
 
-def _together(target: _Steps, draft: _Steps, plan: ThreadPlan, seconds: float) -> Sequence[float]:
+def _together(target: Steps, draft: Steps, plan: ThreadPlan, seconds: float) -> Sequence[float]:
     """Median step times while both models work, each with its share of the threads."""
     until = time.perf_counter() + max(seconds, 1.0)
 
-    def work(model: _Steps, threads: int) -> float:
+    def work(model: Steps, threads: int) -> float:
         use_threads(threads)
         times = [model.seconds(1)]
         while time.perf_counter() < until:

@@ -17,10 +17,11 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_card.chat.reasoning import Thoughts, hidden_marks, thinking_of
 from langchain_card.core.messages import TokenLogprob
 from langchain_card.core.request import FinishReason, RequestStats
-from langchain_card.detokenizer import Piece, token_bytes
+from langchain_card.detokenizer import Piece
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationTimeoutError
 from langchain_card.prompt import BEYOND_REPAIR
+from langchain_card.runtime.tokenizer import token_bytes
 from langchain_card.tools.grammar import AnswerShape
 from langchain_card.tools.reader import CallPart, CallReader, Part
 
@@ -251,8 +252,11 @@ def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
         "mean_window": round(stats.mean_window, 4),
         "mean_draft_width": round(stats.mean_draft_width, 4),
         "closed": stats.closed,
+        "lossy": stats.lossy,
+        **({"rescued": stats.rescued} if stats.lossy else {}),
         "mean_batch_size": round(stats.mean_batch_size, 4),
         "waited": round(stats.waited / seconds, 4) if seconds else 0.0,
+        "verified_by_source": dict(stats.verified_by_source),
         "accepted_by_source": dict(stats.accepted_by_source),
         "draft_busy": round(stats.draft_busy / seconds, 4) if seconds else 0.0,
         "target_busy": round(stats.target_busy / seconds, 4) if seconds else 0.0,

@@ -24,9 +24,6 @@ from langchain_card.prompt import encode, to_conversation
 if TYPE_CHECKING:
     from langchain_core.language_models.chat_models import _ChatModelBinding
 
-_SPEED_ONLY = ("schedule", "draft_model", "stream")
-"""Options of a call that change nothing but its speed."""
-
 
 class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     """A chat model but for its answers."""
@@ -140,9 +137,16 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What the answer depends on; drafts, devices, schedule and bounds change its speed only."""
-        names = ("model", "dtype", "quantization", "exact", "max_model_len", "output_version")
-        sampling = (name for name in SamplingOptions.model_fields if name not in _SPEED_ONLY)
+        names = ["model", "dtype", "quantization", "exact", "max_model_len", "output_version", "acceptance", "steering"]
+        if self._engine_config().lossy:  # but then drafts write, too
+            names += ["draft_model", "drafters", "stack", "pins", "limits"]
+        sampling = (name for name in SamplingOptions.model_fields if name not in self._speed_only)
         return {name: getattr(self, name) for name in (*names, *sampling)}
+
+    @property
+    def _speed_only(self) -> tuple[str, ...]:
+        """Options of a call that change nothing but its speed; none but `stream` where drafts write, too."""
+        return ("stream",) if self._engine_config().lossy else ("schedule", "draft_model", "stream", "tenant")
 
     @override
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -150,8 +154,9 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
 
     @override
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        """The model's part of a cache's key. An option that is None is the field's value."""
-        given = {name: value for name, value in kwargs.items() if value is not None and name not in _SPEED_ONLY}
+        """The model's part of a cache's key. An option that is None is the field's value, but for `draft_model`."""
+        named = {name: value for name, value in kwargs.items() if value is not None or name == "draft_model"}
+        given = {name: value for name, value in named.items() if name not in self._speed_only}
         with langchain_errors():  # classes and functions of one name may differ
             if "tools" in given:
                 given["tools"] = tool_dicts(given["tools"], distinct=False)

@@ -29,7 +29,7 @@ class EngineOptions(BaseModel):
     """The target: a built-in name, a folder with safetensors, a GGUF file or a hub id. Also `model_name`. The
     environment's `LANGCHAIN_CARD_MODEL` is another default. A call may name another model."""
     draft_model: str | None = Field(default_factory=default_draft_model)
-    """The draft, named likewise; `"ngram"` for prompt lookup without a draft, None for plain decoding. The
+    """The draft, named likewise; `"ngram"` for lookup in texts without a draft model, None for plain decoding. The
     environment's `LANGCHAIN_CARD_DRAFT_MODEL` is another default, with `none` for None. A call may name another."""
     device: str = "auto"
     """Of the target: `"auto"` (CUDA when there is one, else the CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...; or several,
@@ -51,8 +51,18 @@ class EngineOptions(BaseModel):
     isolate: bool = False
     """Whether all of it runs in a process of its own: when that dies it is started again, and every answer goes on
     where it was. Needs msgspec."""
-    ngram: bool = True
-    """Whether candidates are also looked up in prompt and answer, beside the draft."""
+    drafters: tuple[str, ...] = ("ngram",)
+    """Those that work beside the draft, on the same tree, by name and perhaps with options, as
+    `"ngram?table=code.ngrams"`; `()` for none. Packages may add their own, see docs/plugins.md."""
+    acceptance: str = "exact"
+    """The rule by which candidates become the answer. All but `"exact"` are lossy: with `"loose"` the answer may not be
+    what the target would have written, see docs/architecture.md."""
+    steering: str | None = None
+    """A transform of the target's logits, before everything else, by name and perhaps with options; None for none.
+    Packages add them, see docs/architecture.md."""
+    stack: tuple[str, ...] = ()
+    """Drafters below the draft model, from the top, each queried by the one above it: models, and as the last perhaps
+    `"ngram"`; `"ngram?block=12"` is asked for twelve candidates at a time. `langchain-card plan` tells what pays."""
     max_model_len: int | None = None
     """Tokens of prompt, answer and `limits.max_window` (16) candidates together; None for the model's own limit, at
     most 8,192."""
@@ -69,3 +79,6 @@ class EngineOptions(BaseModel):
         ModelStore().check(self.model)
         if self.draft_model is not None and self._engine_config().has_draft:
             ModelStore().check(self.draft_model, field="draft_model")
+            for level in self._engine_config().levels:
+                if level.is_model:
+                    ModelStore().check(level.spec, field="stack")

@@ -55,6 +55,9 @@ class SamplingOptions(BaseModel):
     """Whether `response_metadata["logprobs"]` holds the target's log-probability of each token, in OpenAI's shape."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens to report beside each; needs `logprobs`."""
+    tenant: str = ""
+    """Whose texts an answer may be drafted from, and go on from without reading them again: another tenant's text never
+    is. What others do may change its speed: memory and measured rates are shared. A name and no secret."""
 
     def sampling_params(self, stop: str | Sequence[str] | None, options: Mapping[str, Any]) -> SamplingParams:
         """How one call decodes: its own options before the fields. An option that is None leaves the field's value.

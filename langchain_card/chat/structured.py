@@ -18,7 +18,7 @@ from langchain_card.chat.boundary import langchain_errors
 from langchain_card.chat.contract import ChatContract
 from langchain_card.chat.parameters import is_pydantic
 from langchain_card.chat.schemas import response_format_dict, tool_choice_form, tool_dict, tool_dicts
-from langchain_card.config import check_choice
+from langchain_card.checks import check_choice
 from langchain_card.errors import InvalidInputError
 
 _METHODS = ("json_schema", "function_calling", "json_mode")

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong is, before hours of work."""
-    from langchain_card.config import check_range
+    from langchain_card.checks import check_range
     from langchain_card.errors import InvalidInputError
 
     for ratio in args.ratios or ():

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from langchain_card.cli.chat import describe, load
 from langchain_card.cli.render import REFRESH, Screen, progress, share, status
-from langchain_card.config import EngineConfig, Schedule
+from langchain_card.config import EngineConfig, Schedule, lossy_note
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.errors import InvalidInputError
 from langchain_card.runtime.download import BUILTINS
@@ -62,7 +62,7 @@ def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: l
         opening: messages before the question.
 
     Returns:
-        0, or 1 when the answers differ.
+        0, or 1 when the answers differ although the rule is exact.
     """
     if config.draft_model is None:
         raise InvalidInputError("draft_model", "none", "the demo compares ways to draft", 'use a model, or "ngram"')
@@ -81,7 +81,7 @@ def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: l
         screen.say(found)
         if len(set(engine.devices.values())) < len(engine.devices):
             screen.note(f"\nDraft and target share one device here ({engine.devices['target']}). {SHARED}")
-    return 0 if found == IDENTICAL else 1
+    return 0 if found == IDENTICAL or config.lossy else 1
 
 
 def _plan(config: EngineConfig) -> str:
@@ -89,8 +89,9 @@ def _plan(config: EngineConfig) -> str:
     absent = [name for name in (config.model, config.draft_model) if name and stored.get(name) == "absent"]
     size = sum(BUILTINS[name].size for name in absent) / 1e9
     first = f"First, {size:.1f} GB are downloaded and converted: several minutes, once. " if absent else ""
+    promise = lossy_note(config.acceptance) if config.lossy else "every word is the target's own"
     return (
-        "The draft guesses ahead, the target checks its guesses, and every word is the target's own. "
+        f"The draft guesses ahead, the target checks its guesses, and {promise}. "
         f"{first}You will see one answer being written; then the same question is answered with every schedule, "
         "twice each, and compared: about five minutes on two CPU cores."
     )

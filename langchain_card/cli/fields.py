@@ -19,6 +19,8 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization", default="auto", help="of weights: auto, int8, none, or the JSON of a transformers config"
     )
+    lossy = 'rule by which guesses become the answer: exact (%(default)s), or one that is lossy, such as "loose"'
+    parser.add_argument("--acceptance", default="exact", metavar="RULE", help=lossy)
     parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
 
 
@@ -29,6 +31,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "draft_model": None if args.draft_model == "none" else args.draft_model,
         "device": args.device,
         "draft_device": args.draft_device,
+        "acceptance": args.acceptance,
         "draft_transport": args.draft_transport,
         "dtype": args.dtype,
         "quantization": None if args.quantization == "none" else args.quantization,

@@ -72,7 +72,8 @@ def status(stats: RequestStats | None) -> str:
     busy = f"target {share(stats.target_busy, seconds)} busy"
     if stats.draft_busy:
         busy = f"draft {share(stats.draft_busy, seconds)}, {busy}"
-    return f"{line} · accepted {stats.mean_accepted_length:.1f} · hits {stats.hit_rate:.0%} · {busy}"
+    lossy = f"lossy: {stats.rescued} kept · " if stats.lossy else ""
+    return f"{line} · {lossy}accepted {stats.mean_accepted_length:.1f} · hits {stats.hit_rate:.0%} · {busy}"
 
 
 class Screen:

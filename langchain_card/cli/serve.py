@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from langchain_card.checks import check_range
 from langchain_card.cli.fields import add_engine_fields, engine_fields
-from langchain_card.config import SCHEDULES, EngineConfig, Limits, check_range
+from langchain_card.config import SCHEDULES, EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.errors import InvalidInputError
 

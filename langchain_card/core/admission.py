@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from langchain_card.config import Schedule
 from langchain_card.core import messages as m
-from langchain_card.core.controller import Policy
 from langchain_card.core.intake import Intake
+from langchain_card.core.policy import Policy
 from langchain_card.core.query import Query, Source, grant
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.sources import SourceState

@@ -6,12 +6,15 @@ when it brings more than `t / seconds per token` tokens. Decisions depend on wha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 from langchain_card.config import Limits, Pins, Schedule
+from langchain_card.core.calibration import Calibration
 from langchain_card.core.costs import ROW_COST, SIZE_DECAY, CostModel, Mean, Probe
+from langchain_card.core.frontier import Frontier
+from langchain_card.core.policy import Leave, Load
 
 NARROW_STEPS = 2
 """Draft steps after a miss that expand one node only."""
@@ -25,82 +28,11 @@ MIN_CHANCE = 0.002
 STAY = 0.85
 """Another schedule must be expected to take less than this share of the time before requests that run change to it."""
 
+DOUBT = 0.2
+"""Share of what a drafter states that is believed at first where one with a model did not list it (docs/LOG.md)."""
+
 FIRST_CHANCE = 0.2
 """Candidates likelier than this are verified where nothing was measured, or shall be again."""
-
-
-class Load(NamedTuple):
-    """What runs: costs are learnt apart for each."""
-
-    schedule: Schedule
-    num_seqs: int = 1
-
-
-class Leave(NamedTuple):
-    """Draft steps that may be taken.
-
-    Attributes:
-        widths: [steps] nodes that each expands at most.
-        min_chance: of being reached, below which a node is not expanded.
-    """
-
-    widths: tuple[int, ...] = ()
-    min_chance: float = 0.0
-
-
-class Policy(Protocol):
-    """What the coordinator asks before it decides, and what it tells of what happened. Times in seconds."""
-
-    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
-        """The schedule that "auto" stands for, asked once before each round; it may count what it is asked.
-
-        Args:
-            num_seqs: requests that run.
-            current: what it stands for so far; None where all of them are about to begin.
-        """
-
-    def leave(self, load: Load, *, hit: bool) -> Leave:
-        """Under `parallel` the draft steps that come with a correction; under `sequential` one, granted when it pays.
-
-        Args:
-            load: what runs.
-            hit: whether the last committed token was in the cache.
-        """
-
-    def draft_pays(self, load: Load, chances: Sequence[float], lead: int) -> bool:
-        """Whether a round should have one more draft step before it verifies.
-
-        Args:
-            load: what runs.
-            chances: that the target gets to each of the nodes where the draft would look.
-            lead: depth of the candidates.
-        """
-
-    def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
-        """How many candidates of each request to verify, of those with these chances, likeliest first."""
-
-    def patience(self, load: Load) -> float:
-        """How long a round may wait for its draft."""
-
-    def saw_pass(
-        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
-    ) -> None:
-        """The target verified `rows` rows in all and `tokens` tokens came of them.
-
-        Args:
-            load: what ran.
-            requests: in this pass; others may wait.
-            rows: of all requests.
-            tokens: of all requests.
-            elapsed: seconds of the pass.
-            since_last: from the end of the pass before to the end of this one; None when something else came between.
-        """
-
-    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
-        """A draft expanded `nodes` nodes of one request, in `elapsed` seconds: its share of a step over `together`."""
-
-    def saw_token(self, *, hit: bool) -> None:
-        """A token was committed where a drafter had looked; `hit` if it was in the cache."""
 
 
 @dataclass
@@ -122,9 +54,13 @@ class Controller:
     def __post_init__(self) -> None:
         self.costs: dict[tuple[Schedule, int], CostModel] = {}
         self.draft_hits = Mean(prior=0.9, weight=5)
+        self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
+        self.first_hits = Mean(prior=0.8, weight=5, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.9, weight=5, decay=SIZE_DECAY)
         self.trials: dict[Schedule, Probe] = {"parallel": Probe(), "sequential": Probe()}
         self._num_seqs_before = 0
+        self._beliefs: defaultdict[str, Calibration] = defaultdict(Calibration)
+        self._doubts: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(DOUBT))
 
     def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
         """`parallel`; on one device `sequential`; and where both may be best the one that is the faster for so many.
@@ -185,31 +121,43 @@ class Controller:
         saves = costs.draft_share(1) if parallel else costs.per_token.value
         row = costs.draft.row_cost() + (0.0 if parallel else costs.target.row_cost())
         min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
+        if self.pins.lead is not None and not parallel:
+            min_chance = MIN_CHANCE  # how deep to look was said, and is not measured
         narrow = NARROW_STEPS if parallel and not hit and self.pins.draft_width is None else 0
         steps = self.limits.max_lead if parallel else 1
         return Leave((1,) * narrow + (width,) * (steps - narrow), min_chance)
 
-    def draft_pays(self, load: Load, chances: Sequence[float], lead: int) -> bool:
+    def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
         """By measured times and hits.
 
         Under `parallel` the draft works on while the target does. A lead that grows by more than a round takes off it
-        is deep enough: the draft is the slower of the two, and to wait for it would not make it faster.
+        is deep enough: the draft is the slower of the two, and to wait for it would not make it faster. Else a step may
+        pay that only leads up to where others' candidates end, by those that follow it.
         """
         if self.pins.lead is not None:
             return lead < self.pins.lead
         costs = self.costs_of(load)
-        step = costs.draft_share(len(chances))
+        step = costs.draft_share(len(frontier.chances))
         if not step or not costs.per_token.value:
             return not lead  # measure it
         if costs.draft_probe.due and load.schedule == "sequential" and not lead:
             return True
         row = costs.target.row_cost() / costs.per_token.value  # in tokens: candidates below it are not verified
-        tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in chances)
+        tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in frontier.chances)
         if load.schedule == "parallel":
             if (lead + 1) * step * load.num_seqs >= costs.target.at(load.num_seqs):
                 return False
-            tokens *= WAIT_SHARE
-        return costs.pays(tokens, step)
+            return costs.pays(tokens * WAIT_SHARE, step)
+        return costs.pays(tokens, step) or self._leads_on(costs, frontier, row, self.limits.max_lead - lead)
+
+    def _leads_on(self, costs: CostModel, frontier: Frontier, row: float, most: int) -> bool:
+        """Whether several layers pay together: a chain in the place of what others propose there already."""
+        step, tokens = costs.draft_share(1), -sum(max(0.0, chance - row) for chance in frontier.others)
+        for layers in range(1, most + 1):
+            tokens += frontier.reach * self.first_hits.value**layers - row
+            if costs.pays(tokens, max(1.0, layers / self.layers.value) * step):
+                return True
+        return False
 
     def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
         """By measured times."""
@@ -217,11 +165,8 @@ class Controller:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
         if not costs.per_token.value or costs.window_probe.due:
-            widths = [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
-        else:
-            widths = costs.widths(chances)
-        costs.expected = sum(sum(candidates[:width]) for candidates, width in zip(chances, widths, strict=True))
-        return widths
+            return [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
+        return costs.widths(chances)
 
     def patience(self, load: Load) -> float:
         """A few usual steps: it bounds the wait for one that was lost, or that takes much longer than it used to.
@@ -236,29 +181,33 @@ class Controller:
     def saw_pass(
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
-        """Learns the time of a pass, the time per token, and how far chances are to be believed."""
+        """Learns the time of a pass, and the time per token."""
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
-        if costs.expected > MIN_CHANCE:
-            costs.trust.add((tokens - requests) / costs.expected, costs.expected)
-        costs.expected = 0.0
         costs.draft_probe.missed()
-        if rows > requests:
-            costs.window_probe.seen()
-        else:
-            costs.window_probe.missed()
+        costs.window_probe.seen() if rows > requests else costs.window_probe.missed()
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
 
-    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
-        """Learns the time of a draft step, and how requests share it."""
+    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
+        """Learns the time of a draft step, how deep it goes, and how requests share it."""
         costs = self.costs_of(load)
         costs.draft.observe(together, elapsed * together / nodes, nodes / together)
         costs.sharing.add(together / nodes, nodes)
         costs.draft_probe.seen()
+        self.layers.add(layers)
 
-    def saw_token(self, *, hit: bool) -> None:
+    def saw_candidate(self, source: str, stated: float, *, taken: bool, doubted: bool) -> None:
+        """Learns how far this drafter is to be believed."""
+        (self._doubts if doubted else self._beliefs)[source].learn(stated, taken=taken)
+
+    def judge(self, source: str, stated: float) -> tuple[float, float]:
+        """As far as the drafter is to be believed."""
+        return self._beliefs[source].score(stated), self._doubts[source].score(stated)
+
+    def saw_token(self, *, hit: bool, first: bool) -> None:
         """Learns how often a drafter is right."""
+        self.first_hits.add(first)
         self.draft_hits.add(hit)
         self.usual_hits.add(hit)
 

@@ -19,15 +19,17 @@ from collections.abc import Sequence
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.admission import Admission
-from langchain_card.core.controller import Policy
 from langchain_card.core.intake import Intake
 from langchain_card.core.passes import Passes
+from langchain_card.core.policy import Policy
 from langchain_card.core.query import Query, Source
 from langchain_card.core.request import FinishReason, Request
 from langchain_card.core.scheduler import Scheduler
+from langchain_card.core.sources import well_typed
 from langchain_card.core.state import RequestState
-from langchain_card.core.walk import cut, walk
+from langchain_card.core.walk import AcceptanceRule, ExactRule, committed, cut
 from langchain_card.core.workers import Workers
+from langchain_card.errors import EngineError
 
 
 class Coordinator:
@@ -39,6 +41,7 @@ class Coordinator:
         policy: what is decided by measurements.
         vocab_size: of the target; proposals with other token ids are refused.
         chains: verify no more than one candidate after each row.
+        rule: which rows of a window are committed; the exact one by default.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class Coordinator:
         vocab_size: int = 2**31,
         *,
         chains: bool = False,
+        rule: AcceptanceRule | None = None,
     ) -> None:
         self.sources = {source.name: source for source in sources}
         self.limits = limits
         self.policy = policy
         self.vocab_size = vocab_size
+        self.rule: AcceptanceRule = rule or ExactRule()
         self.query = Query(self.sources, limits, policy, chains=chains)
         self.scheduler = Scheduler(limits)
         self.workers = Workers((m.TARGET, *self.sources), limits)
@@ -77,7 +82,8 @@ class Coordinator:
     def copy(self) -> Coordinator:
         """An independent copy that shares the policy."""
         sources, chains = tuple(self.sources.values()), self.query.chains
-        copied = Coordinator(sources, self.limits, self.policy, self.vocab_size, chains=chains)
+        rule = self.rule.copy()
+        copied = Coordinator(sources, self.limits, self.policy, self.vocab_size, chains=chains, rule=rule)
         copied.scheduler, copied.workers = self.scheduler.copy(), self.workers.copy()
         copied._connect()
         copied.draining, copied.stale, copied._next_step_id = self.draining, self.stale, self._next_step_id
@@ -149,7 +155,10 @@ class Coordinator:
             self.stale += 1
             return []
         window, state.window, state.wait_until, state.failures = state.window, None, None, 0
-        rows, tokens = walk(window, verdict.target_ids)
+        try:
+            rows, tokens, state.stats.lossy = committed(self.rule, window, verdict, state.request)
+        except EngineError as error:
+            return self._finish(state, FinishReason.ERROR, now, str(error))
         tokens, reason = cut(tokens, state.request, len(state.output_ids))
         sources = [self._advance(state, token) for token in tokens[:-1]]
         self.intake.take_in(state)
@@ -159,7 +168,8 @@ class Coordinator:
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
         self._passes.add(verdict, len(tokens), now)
-        state.stats.add_round(verdict, len(tokens), accepted, hit, now)
+        state.stats.add_round(verdict, len(tokens), window.sources, accepted, hit, now)
+        state.stats.rescued += sum(verdict.target_ids[row] != token for row, token in zip(rows, tokens))  # noqa: B905
         logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
         by = (*accepted, "")[: len(tokens)]
         effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs)]
@@ -177,13 +187,17 @@ class Coordinator:
     def _advance(self, state: RequestState, token: int) -> str:
         """Commits one token; the drafter that had proposed it, or ""."""
         drafted = any(state.tree.root in source.expanded for source in state.sources.values())
-        hit = state.tree.advance(token)
+        tree, first = state.tree, state.tree.first_child()
+        for child in tree.children(tree.root):
+            taken, doubted = tree.tokens[child] == token, tree.is_doubted(child)
+            self.policy.saw_candidate(*tree.words[child], taken=taken, doubted=doubted)
+        hit = tree.advance(token)
         if drafted:
-            self.policy.saw_token(hit=hit)
+            self.policy.saw_token(hit=hit, first=hit and tree.root == first)
         return state.tree.sources[state.tree.root] if hit else ""
 
     def _hear(self, proposal: m.Proposal) -> list[m.Effect]:
-        state = self.scheduler.running.get(proposal.request_id)
+        state = self.scheduler.running.get(proposal.request_id) if well_typed(proposal) else None
         source = state.sources.get(proposal.source) if state is not None else None
         if state is None or source is None:
             self.stale += 1

@@ -15,9 +15,6 @@ SPEED_DECAY = 0.8
 SIZE_DECAY = 0.98
 """The same for how much longer one size of step takes than another, which hardly changes."""
 
-TRUST_DECAY = 0.99
-"""The same for how far the chances that a draft states are to be believed."""
-
 MAX_SURPRISE = 2.0
 """A step that takes so many times longer than was expected, or more, counts as so many."""
 
@@ -156,8 +153,6 @@ class CostModel:
         sharing: how many requests share a draft step: all nodes over those of one.
         target: a pass of the target, by rows verified.
         per_token: time per token of all answers together.
-        trust: candidates accepted / the sum of their chances, as drafts state them.
-        expected: the sum of the chances of those under way.
         draft_probe, window_probe: when to draft, and to verify, what does not seem to pay.
     """
 
@@ -166,8 +161,6 @@ class CostModel:
         self.target: StepTimes = alike.target.copy() if alike is not None else StepTimes()
         self.sharing = Mean(prior=float(num_seqs))
         self.per_token = Mean(prior=self.target.at(num_seqs) / num_seqs)
-        self.trust = Mean(prior=1.0, weight=50.0, decay=TRUST_DECAY)
-        self.expected = 0.0
         self.draft_probe, self.window_probe = (
             Probe(FIRST_PROBE * num_seqs),
             Probe(),
@@ -192,7 +185,7 @@ class CostModel:
         Args:
             chances: by request, of its candidates, likeliest first.
         """
-        fewest, price = self.target.at(len(chances)), min(self.trust.value, 1.0) * self.per_token.value
+        fewest, price = self.target.at(len(chances)), self.per_token.value
         order = sorted((-chance, request) for request, of_it in enumerate(chances) for chance in of_it)
         tokens, best, count = 0.0, 0.0, 0
         for i, (negated, _) in enumerate(order, 1):

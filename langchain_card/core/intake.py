@@ -6,12 +6,13 @@ did not take, and what is dead is never entered.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from langchain_card.config import Limits
-from langchain_card.core.controller import Load, Policy
 from langchain_card.core.messages import Proposal
 from langchain_card.core.passes import Passes
+from langchain_card.core.policy import Load, Policy
 from langchain_card.core.query import Source
 from langchain_card.core.sources import SourceState
 from langchain_card.core.state import RequestState
@@ -52,7 +53,7 @@ class Intake:
             self.passes.interrupt()
         if admitted and proposal.forwarded and self.sources[proposal.source].paced:
             state.stats.add_draft_step(proposal.forwarded, proposal.elapsed if state.output_ids else 0.0)
-            self.policy.saw_draft_step(load, proposal.forwarded, proposal.together, proposal.elapsed)
+            self.policy.saw_draft_step(load, proposal.forwarded, proposal.together, proposal.elapsed, proposal.layers)
         if admitted:
             state.heard.append(proposal)
             if state.window is None or len(state.heard) > self.limits.max_lead:
@@ -73,4 +74,6 @@ class Intake:
 
     def enter(self, state: RequestState, source: SourceState, proposal: Proposal) -> None:
         """Enters one proposal."""
-        state.stats.dropped += source.enter(proposal, state.tree, 2 * self.limits.max_tree_nodes)
+        judge = functools.partial(self.policy.judge, proposal.source)
+        most, knows = 2 * self.limits.max_tree_nodes, self.sources[proposal.source].paced
+        state.stats.dropped += source.enter(proposal, state.tree, most, judge, knows=knows)

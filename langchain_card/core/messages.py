@@ -36,6 +36,7 @@ class Proposal:
         scores: [n] log of the estimated chance that the target picks the token after its parent.
         expanded: numbers of the nodes whose children are now all published, some perhaps once more.
         forwarded, together: nodes that the step expanded, here and for all its requests; 0 without device time.
+        layers: of them that hang below each other, at most.
         elapsed, reading: seconds of the step, of a common one this request's share; of reading the text before it.
         steps: credits that this answers.
         incarnation: of the `Begin` that this answers; the worker fills it in.
@@ -53,6 +54,7 @@ class Proposal:
     expanded: tuple[int, ...] = ()
     forwarded: int = 0
     together: int = 0
+    layers: int = 1
     elapsed: float = 0.0
     reading: float = 0.0
     steps: int = 1
@@ -70,6 +72,7 @@ class Window:
         parents: [rows]; row index of the parent, `ROOT` for the first.
         kept_rows: rows of the previous window that were committed, in order.
         schedule: of the request, in force.
+        sources: [candidates] the drafter that proposed each one first.
     """
 
     request_id: int
@@ -79,6 +82,7 @@ class Window:
     parents: tuple[int, ...]
     kept_rows: tuple[int, ...] = ()
     schedule: Schedule = "plain"
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class Verdict:
         read: prompt tokens, of any requests, that the same pass read.
         cached: tokens of this one's text that need not be read, known from an earlier one; said once.
         together: requests that the pass verified.
+        measured: [rows] by the acceptance rule, 0 where it had nothing to ask; empty where it measures nothing.
         closed: whether a token on the way of the walk was not the model's choice, but that of an end written in time.
     """
 
@@ -113,6 +118,7 @@ class Verdict:
     cached: int = 0
     together: int = 1
     closed: bool = False
+    measured: tuple[float, ...] = ()
 
 
 # Events: what happened.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from langchain_card.core.controller import Load, Policy
 from langchain_card.core.messages import Verdict, Window
+from langchain_card.core.policy import Load, Policy
 
 
 class Passes:

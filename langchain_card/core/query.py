@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.controller import Leave, Load, Policy
+from langchain_card.core.frontier import Frontier, frontier
+from langchain_card.core.policy import Leave, Load, Policy
 from langchain_card.core.state import RequestState
 
 
@@ -74,7 +75,9 @@ class Query:
             leave = self.policy.leave(load, hit=hit)
         else:
             return Leave()
-        return leave._replace(widths=leave.widths[: max(0, self.limits.max_lead - state.tree.lead())])
+        return leave._replace(
+            widths=leave.widths[: max(0, self.limits.max_lead - state.sources[name].lead(state.tree))]
+        )
 
     def open_windows(
         self, states: Sequence[RequestState], loads: Sequence[Load], step_id: int, now: float
@@ -113,20 +116,22 @@ class Query:
             parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
             kept_rows=state.kept_rows,
             schedule=state.schedule,
+            sources=tuple(state.tree.sources[node] for node in candidates),
         )
 
     def _pays(self, state: RequestState, name: str, load: Load) -> bool:
-        source, lead, budget = state.sources[name], state.tree.lead(), self._budget(state)
+        source, budget = state.sources[name], self._budget(state)
+        lead = source.lead(state.tree)
         if source.exhausted or not budget or lead >= min(self.limits.max_lead, state.tokens_left - 1):
             return False
         leave = self.policy.leave(load, hit=True)
-        chances = state.tree.open_chances(source.expanded, budget, leave.widths[-1], leave.min_chance)
+        width, least = leave.widths[-1], leave.min_chance
+        at = frontier(state.tree, source.known, source.expanded, budget, width, least)
         _, verified = self._candidates(state)
         if len(verified) == budget:  # what comes takes the place of the least likely
-            chances = [chance - verified[-1] for chance in chances if chance > verified[-1]]
-        if not any(chances):
-            return False
-        return self.policy.draft_pays(load, chances, lead)
+            chances = [chance - verified[-1] for chance in at.chances if chance > verified[-1]]
+            at = Frontier(chances)
+        return bool(at.chances) and self.policy.draft_pays(load, at, lead)
 
 
 def grant(state: RequestState, name: str, leave: Leave) -> m.Grow:

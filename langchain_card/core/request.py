@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from langchain_card.config import SCHEDULES, Limits, Schedule, check_choice, check_ids, check_range
+from langchain_card.checks import check_choice, check_ids, check_range
+from langchain_card.config import SCHEDULES, Limits, Schedule
 from langchain_card.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class SamplingParams:
         grammar: what the answer must obey, in llguidance's form of Lark; "" for nothing. It is obeyed within
             `max_tokens`, and its end is written in time.
         logprobs: report the chosen token's log-probability and so many of the likeliest tokens'; None for nothing.
+        tenant: whose texts may be drafted from, or their keys and values taken over, and who may do so with this one's;
+            changes nothing but speed.
     """
 
     max_tokens: int = 512
@@ -62,6 +65,7 @@ class SamplingParams:
     banned_ids: tuple[int, ...] = ()
     grammar: str = ""
     logprobs: int | None = None
+    tenant: str = ""
 
     def check(self, limits: Limits, vocab_size: int = 2**31) -> None:
         """Raises `InvalidInputError` for the first field that breaks its bound; token ids are below `vocab_size`."""
@@ -78,6 +82,13 @@ class SamplingParams:
                 )
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise InvalidInputError("stop", text, "holds half a character, which no text does", "pair surrogates")
+        if (
+            not isinstance(self.tenant, str)
+            or len(self.tenant) > limits.max_tenant_chars
+            or not self.tenant.isprintable()
+        ):
+            limit = f"must be a string of at most {limits.max_tenant_chars:,} printable characters"
+            raise InvalidInputError("tenant", self.tenant, limit)
         self._check_processors(limits, vocab_size)
 
     def _check_processors(self, limits: Limits, vocab_size: int) -> None:
@@ -125,8 +136,11 @@ class RequestStats:
         together: requests in those passes, added up.
         output_tokens: tokens of the answer.
         verified: candidates that the target checked.
-        accepted: candidates that it agreed with.
-        accepted_by_source: the same by drafter.
+        accepted: candidates that became tokens of the answer.
+        verified_by_source, accepted_by_source: the same by drafter; of a candidate of several, by the first.
+        rescued: of the accepted, those that the target did not choose; 0 where the rule is exact.
+        lossy: whether the rule in force may accept such tokens in this answer, which may then not be the target's own;
+            known from the first round on. False where the rule answers this request exactly.
         hits: rounds whose last token was already in the cache.
         closed: whether the end of the grammar was written early, because `max_tokens` came near.
         dropped: proposed candidates that arrived under a dead branch or an old epoch.
@@ -144,7 +158,10 @@ class RequestStats:
     output_tokens: int = 0
     verified: int = 0
     accepted: int = 0
+    verified_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    rescued: int = 0
+    lossy: bool = False
     hits: int = 0
     dropped: int = 0
     closed: bool = False
@@ -159,8 +176,10 @@ class RequestStats:
     first_token: float = 0.0
     ended: float = 0.0
 
-    def add_round(self, verdict: Verdict, tokens: int, accepted: Sequence[str], hit: bool, now: float) -> None:
-        """Counts a window: its verdict, the tokens committed, and the drafters of the accepted candidates."""
+    def add_round(
+        self, verdict: Verdict, tokens: int, verified: Sequence[str], accepted: Sequence[str], hit: bool, now: float
+    ) -> None:
+        """Counts a window: its verdict, the tokens committed, and the drafters of verified and accepted candidates."""
         if self.rounds:
             self.target_busy += verdict.elapsed
         else:
@@ -168,12 +187,12 @@ class RequestStats:
         self.rounds += 1
         self.together += verdict.together
         self.output_tokens += tokens
-        self.verified += len(verdict.target_ids) - 1
+        self.verified += len(verified)
         self.accepted += len(accepted)
         self.hits += hit
         self.closed |= verdict.closed
-        for name in accepted:
-            self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
+        _count(self.verified_by_source, verified)
+        _count(self.accepted_by_source, accepted)
 
     def add_draft_step(self, nodes: int, elapsed: float) -> None:
         """Counts a step of a draft that expanded `nodes` candidates."""
@@ -183,15 +202,13 @@ class RequestStats:
 
     def after(self, earlier: RequestStats) -> RequestStats:
         """Of an answer that an engine began and another, whose counts these are, went on with."""
-        by_source = {
-            name: earlier.accepted_by_source.get(name, 0) + self.accepted_by_source.get(name, 0)
-            for name in (earlier.accepted_by_source | self.accepted_by_source)
-        }
         counts = [one.name for one in fields(self) if one.type in ("int", "float") and one.name not in _TIMES]
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
         began = {name: getattr(earlier if earlier.rounds else self, name) for name in ("started", "first_token")}
-        closed = earlier.closed or self.closed
-        return replace(self, **sums, **began, accepted_by_source=by_source, submitted=earlier.submitted, closed=closed)
+        either = {name: getattr(earlier, name) or getattr(self, name) for name in ("closed", "lossy")}
+        sources = ("verified_by_source", "accepted_by_source")
+        by_source: dict[str, Any] = {name: _added(getattr(earlier, name), getattr(self, name)) for name in sources}
+        return replace(self, **sums, **began, **either, **by_source, submitted=earlier.submitted)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -237,3 +254,12 @@ class RequestStats:
     def decode_seconds(self) -> float:
         """From the first token to the end."""
         return max(0.0, self.ended - self.first_token)
+
+
+def _count(counts: dict[str, int], names: Sequence[str]) -> None:
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+
+
+def _added(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from langchain_card.config import Limits
-from langchain_card.core.controller import Load
+from langchain_card.core.policy import Load
 from langchain_card.core.state import RequestState
 
 

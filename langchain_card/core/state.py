@@ -75,7 +75,11 @@ class RequestState:
         return replace(
             self,
             tree=self.tree.copy(),
-            stats=replace(self.stats, accepted_by_source=self.stats.accepted_by_source.copy()),
+            stats=replace(
+                self.stats,
+                verified_by_source=self.stats.verified_by_source.copy(),
+                accepted_by_source=self.stats.accepted_by_source.copy(),
+            ),
             sources={name: source.copy() for name, source in self.sources.items()},
             output_ids=self.output_ids.copy(),
             heard=self.heard.copy(),

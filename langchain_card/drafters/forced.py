@@ -7,11 +7,11 @@ same text can be spelt in other tokens), but it verifies the whole run in one pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
-from langchain_card.ports import Budget, Constraint
+from langchain_card.ports import Budget, Constraint, Setting
 
 CHANCE = 0.95
 """That the target spells forced text as the tokenizer does, per token (docs/LOG.md)."""
@@ -36,14 +36,19 @@ class ForcedDrafter:
     """Drafts from the grammars of requests.
 
     Args:
-        constrain: what a grammar allows, before the answer.
+        setting: where it works.
+
+    Attributes:
+        of_grammars: it is asked for requests with a grammar only.
     """
 
     name = "forced"
     paced = False
+    trusted = True
+    of_grammars = True
 
-    def __init__(self, constrain: Callable[[str], Constraint]) -> None:
-        self._constrain = constrain
+    def __init__(self, setting: Setting) -> None:
+        self._constrain = setting.constrain
         self._answers: dict[int, _Answer] = {}
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:

@@ -1,127 +1,134 @@
-"""Prompt lookup: what followed the last time these tokens stood here?
+"""N-grams: what followed when these tokens stood here before?
 
-The longest suffix of prompt and answer that occurred before is looked up, and what followed it is proposed as a chain.
-The chance that a token holds is learnt per length of the match before it, which grows along the chain: once the first
-token came true, the next is much likelier. (Prompt lookup decoding; Cacheback, arXiv 2511.21699, will
-replace the table.)
+Cacheback (arXiv 2511.21699) with the long matches of prompt lookup decoding. All that a tenant's requests read or write
+goes into the tenant's table, and stays there for those that come. What followed the last tokens of a request becomes a
+trie. How likely its nodes are was learnt from the tenant's requests, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from langchain_card.core.costs import Mean
+from langchain_card.checks import check_range
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
-from langchain_card.ports import Budget
-
-MIN_MATCH = 2
-MAX_MATCH = 8
-MAX_CHAIN = 12
-
-PRIOR = {2: 0.5, 3: 0.6, 4: 0.65, 5: 0.7, 6: 0.7, 7: 0.8, 8: 0.85}
-"""Chance of the next token by length of the match, before anything was learnt (docs/LOG.md)."""
+from langchain_card.drafters.ngram_frozen import FrozenTable
+from langchain_card.drafters.ngram_table import MAX_MATCH, Tenants, Text
+from langchain_card.drafters.ngram_trie import Trie
+from langchain_card.errors import InvalidInputError
+from langchain_card.ports import Budget, Setting
 
 
-class _History:
-    """Tokens of one request and where each pair of them last began to be followed."""
+@dataclass(slots=True)
+class _Open:
+    """A request.
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.token_ids: list[int] = []
-        self.num_prompt = len(prompt_ids)
-        self.epoch = -1
-        self.guess: tuple[int, int, tuple[int, ...]] | None = None  # place, length of the match, tokens
-        self._after: dict[tuple[int, ...], list[int]] = {}
-        self.extend(prompt_ids)
+    Attributes:
+        tenant: whose it is.
+        text: of it.
+        num_output: tokens of the answer so far.
+        place: of the last one in the text that is followed; negative where none is.
+        epoch: of the last proposal.
+        trie: that was proposed, until it is known what came.
+        ahead: tokens that it assumed.
+    """
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids:
-            if len(self.token_ids) >= MIN_MATCH:
-                self._after.setdefault(tuple(self.token_ids[-MIN_MATCH:]), []).append(len(self.token_ids))
-            self.token_ids.append(token)
-
-    def longest_match(self) -> tuple[int, int]:
-        """Where the tokens after the longest match begin, and its length; (0, 0) when there is none."""
-        best, length = 0, 0
-        for place in reversed(self._after.get(tuple(self.token_ids[-MIN_MATCH:]), ())[-32:]):
-            n = MIN_MATCH
-            while n < MAX_MATCH and n < place and self.token_ids[place - n - 1] == self.token_ids[-n - 1]:
-                n += 1
-            if n > length:
-                best, length = place, n
-            if n == MAX_MATCH:
-                break
-        return best, length
+    tenant: str
+    text: Text = field(default_factory=Text)
+    num_output: int = 0
+    place: int = -1
+    epoch: int = -1
+    trie: Trie | None = None
+    ahead: tuple[int, ...] = ()
 
 
 class NgramDrafter:
-    """Drafts from the text so far; costs microseconds, so it is asked in every round."""
+    """Drafts from text; costs microseconds, so it is asked in every round.
+
+    Args:
+        setting: where it works; `limits.max_ngram_bytes` bounds all tenants' tables together.
+        table: file of a frozen table (`langchain-card ngrams`), asked where the tenant's own text is less sure.
+        max_nodes: of a trie.
+        min_chance: of being reached, below which a node is not proposed.
+
+    Raises:
+        InvalidInputError: an option breaks its bound, or the file cannot be used here.
+    """
 
     name = "ngram"
     paced = False
+    trusted = True
 
-    def __init__(self) -> None:
-        self._requests: dict[int, _History] = {}
-        self._chance = {n: Mean(prior=PRIOR[n], weight=10) for n in range(MIN_MATCH, MAX_MATCH + 1)}
+    def __init__(self, setting: Setting, *, table: str = "", max_nodes: int = 16, min_chance: float = 0.08) -> None:
+        check_range("max_nodes", max_nodes, 1, 1024)
+        check_range("min_chance", min_chance, 0.001, 1.0)
+        if not isinstance(table, str):
+            raise InvalidInputError("table", table, "must be the path of a file", f"write ./{table}")
+        self._max_nodes, self._min_chance = max_nodes, min_chance
+        self._frozen = FrozenTable(table, setting) if table else None
+        self._tenants = Tenants(setting.limits.max_ngram_bytes)
+        self._requests: dict[int, _Open] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tenants' tables."""
+        return self._tenants.num_bytes
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """Indexes the text so far."""
-        history = self._requests[request.request_id] = _History(request.prompt_ids)
-        history.extend(output_ids)
+        """Reads the text so far."""
+        opened = self._requests[request.request_id] = _Open(request.params.tenant)
+        opened.num_output = len(output_ids)
+        self._tenants.table(opened.tenant).write(opened.text, [*request.prompt_ids, *output_ids])
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        """Appends what is new, and learns how good the last guess was."""
-        history = self._requests.get(request_id)
-        known = len(history.token_ids) - history.num_prompt if history is not None else 0
-        if history is None or known < start:
+        """Learns how good the last trie was, and reads what is new."""
+        opened = self._requests.get(request_id)
+        if opened is None or opened.num_output < start:
             return  # unknown, or an earlier correction was lost: the next one repeats it
-        history.extend(token_ids[known - start :])
-        self._learn(history)
+        if new := token_ids[opened.num_output - start :]:
+            opened.num_output += len(new)
+            self._learn(opened, tuple(new))
+            self._tenants.table(opened.tenant).write(opened.text, new)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        """A chain of up to `MAX_CHAIN` tokens for each request whose last tokens occurred before."""
-        proposals = (self._propose(budget.request_id) for budget in budgets)
-        return [proposal for proposal in proposals if proposal is not None]
+        """A trie for each request, as large as what is likely; the nodes that it has already are proposed anew."""
+        return [self._propose(budget) for budget in budgets if budget.request_id in self._requests]
 
     def end(self, request_id: int) -> None:
-        """Forgets the request's text."""
+        """Forgets the request; its text remains the tenant's."""
         self._requests.pop(request_id, None)
 
     def close(self) -> None:
         """Forgets everything."""
         self._requests.clear()
+        self._tenants.clear()
 
-    def _propose(self, request_id: int) -> Proposal | None:
-        history = self._requests.get(request_id)
-        if history is None:
-            return None
-        place, length = history.longest_match()
-        chain = tuple(history.token_ids[place : place + MAX_CHAIN]) if length else ()
-        history.epoch += 1
-        history.guess = (len(history.token_ids), length, chain)
-        output_len = len(history.token_ids) - history.num_prompt
+    def _propose(self, budget: Budget) -> Proposal:
+        opened = self._requests[budget.request_id]
+        tail = [*opened.text.tail, *budget.ahead][-MAX_MATCH:]
+        place = opened.place + len(budget.ahead) if opened.place >= 0 else -1
+        trie = Trie(self._tenants.table(opened.tenant), self._frozen, place)
+        trie.grow(tail, self._max_nodes, max(self._min_chance, budget.min_chance))
+        opened.trie, opened.ahead = trie, budget.ahead
+        opened.epoch += 1
         return Proposal(
             source=self.name,
-            request_id=request_id,
-            epoch=history.epoch,
+            request_id=budget.request_id,
+            epoch=opened.epoch,
             root=0,
-            applied_len=output_len,
+            applied_len=opened.num_output,
             first=1,
-            parents=tuple(range(len(chain))),
-            token_ids=chain,
-            scores=tuple(math.log(self._chance_after(length + i).value) for i in range(len(chain))),
+            parents=tuple(trie.parents),
+            token_ids=tuple(trie.tokens),
+            scores=tuple(map(math.log, trie.chances)),
         )
 
-    def _learn(self, history: _History) -> None:
-        if history.guess is None:
-            return
-        place, length, chain = history.guess
-        history.guess = None
-        for i, (guessed, actual) in enumerate(zip(chain, history.token_ids[place:])):  # noqa: B905
-            self._chance_after(length + i).add(0.99 if guessed == actual else 0.01)
-            if guessed != actual:
-                break
-
-    def _chance_after(self, length: int) -> Mean:
-        return self._chance[min(length, MAX_MATCH)]
+    def _learn(self, opened: _Open, token_ids: tuple[int, ...]) -> None:
+        trie, ahead = opened.trie, opened.ahead
+        opened.trie = None
+        if trie is not None and token_ids[: len(ahead)] == ahead:
+            opened.place = trie.learn(token_ids[len(ahead) :])
+        elif opened.place >= 0:
+            opened.place += len(token_ids)

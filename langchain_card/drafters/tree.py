@@ -86,19 +86,8 @@ class DraftTree:
         copied.prompt_ids, copied.num_slots = self.prompt_ids, self.num_slots
         copied.epoch, copied.root, copied.published = self.epoch, self.root, self.published
         copied.children = {node: children.copy() for node, children in self.children.items()}
-        names = (
-            "output_ids",
-            "tokens",
-            "parents",
-            "scores",
-            "reached",
-            "slots",
-            "free_slots",
-            "_open",
-            "_held_back",
-            "_ways",
-        )
-        for name in names:
+        names = ("output_ids", "tokens", "parents", "scores", "reached", "slots", "free_slots")
+        for name in (*names, "_open", "_held_back", "_ways"):
             setattr(copied, name, getattr(self, name).copy())
         return copied
 
@@ -107,7 +96,7 @@ class DraftTree:
         """Living nodes that are not expanded yet."""
         if self.root not in self.children:
             return [self.root]
-        return sorted(node for _, node in self._open)
+        return sorted(node for _, node in self._open if node not in self.children)
 
     def apply(self, start: int, token_ids: Sequence[int]) -> Applied:
         """The answer's tokens from `start` on are `token_ids`: a hit re-roots the tree, a miss drops it."""
@@ -143,8 +132,29 @@ class DraftTree:
         least = self.reached[self.root] + math.log(min_chance) if min_chance else -math.inf
         room, chosen = min(width, len(self.free_slots)), list[int]()
         while self._open and len(chosen) < room and -self._open[0][0] >= least:
-            chosen.append(heapq.heappop(self._open)[1])
+            if (node := heapq.heappop(self._open)[1]) not in self.children:  # else it was on the way to another
+                chosen.append(node)
         return chosen
+
+    def known(self, parent: int, token: int) -> int | None:
+        """The node of a published child; None where there is none."""
+        node = self.children[parent].get(token, HELD_BACK)
+        return None if node == HELD_BACK else node
+
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Takes tokens below the root for true, as far as its nodes are expanded: the last node, and what is left."""
+        node = self.root
+        for i, token in enumerate(token_ids):
+            if node not in self.children:
+                return node, token_ids[i:]
+            node = self.adopt(node, token)
+        return node, ()
+
+    def adopt(self, parent: int, token: int) -> int:
+        """The node of a child, made where it is not published."""
+        if (node := self.known(parent, token)) is None:
+            node = self.children[parent][token] = self._append(parent, token, math.log(MIN_CHANCE))
+        return node
 
     def path(self, node: int) -> list[int]:
         """Nodes from the first one below the root down to `node`."""
@@ -167,7 +177,7 @@ class DraftTree:
         return self._ways[node]
 
     def expand(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
-        """Takes the children of a node, one at least, likeliest first; `scores` are conditional on it."""
+        """Takes the children of a node, likeliest first; `scores` are conditional on it."""
         self.children[parent] = dict.fromkeys(token_ids, HELD_BACK)
         self._add(parent, 0, token_ids, scores)
 
@@ -178,6 +188,7 @@ class DraftTree:
         *,
         forwarded: int = 0,
         together: int | None = None,
+        layers: int = 1,
         elapsed: float = 0.0,
         reading: float = 0.0,
     ) -> Proposal:
@@ -197,24 +208,30 @@ class DraftTree:
             expanded=tuple(dict.fromkeys(parents)),
             forwarded=forwarded,
             together=forwarded if together is None else together,
+            layers=layers,
             elapsed=elapsed,
             reading=reading,
         )
 
     def _add(self, parent: int, rank: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
         """Makes nodes of the children from `rank` on that are likely enough, and of the first of all."""
-        children, reached, node = self.children[parent], self.reached[parent], len(self.tokens)
+        children, reached = self.children[parent], self.reached[parent]
         least = self.reached[self.root] + FLOOR - reached
         while rank < len(scores) and ((score := scores[rank]) >= least or not rank):
-            children[token_ids[rank]] = node
-            self.tokens.append(token_ids[rank])
-            self.parents.append(parent)
-            self.scores.append(score)
-            self.reached.append(reached + score)
-            heapq.heappush(self._open, (-reached - score, node))
-            node, rank = node + 1, rank + 1
+            if children[token_ids[rank]] == HELD_BACK:  # else it was adopted since
+                children[token_ids[rank]] = self._append(parent, token_ids[rank], score)
+            rank += 1
         if rank < len(scores):
             heapq.heappush(self._held_back, (-reached - scores[rank], parent, rank, token_ids, scores))
+
+    def _append(self, parent: int, token: int, score: float) -> int:
+        node, reached = len(self.tokens), self.reached[parent] + score
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        self.reached.append(reached)
+        heapq.heappush(self._open, (-reached, node))
+        return node
 
     def _start_epoch(self) -> None:
         self.epoch += 1

@@ -7,15 +7,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from langchain_card import plugins
 from langchain_card.config import EngineConfig
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.query import Source
-from langchain_card.drafters.forced import ForcedDrafter
-from langchain_card.engine.drafts import needs_process, transport_makers
+from langchain_card.engine.chosen import choose
+from langchain_card.engine.drafts import needs_process, setting_of, transport_makers
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.target_worker import TargetWorker
-from langchain_card.ports import Constraint
+from langchain_card.ports import AcceptanceRule, Constraint
 from langchain_card.runtime.files import Progress
 from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model
 from langchain_card.runtime.runner import ModelRunner
@@ -43,8 +43,12 @@ def start_driver(
     """
     limits = config.limits
     apart = needs_process(config, pair)
+    setting = setting_of(config, pair, constrain)
+    rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
+    steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)
+    beside, below = choose(config, setting, held)
     model = _hold(pair.target, held)
-    draft = None if pair.draft is None or apart else _hold(pair.draft, held)
+    drafts = [] if pair.draft is None or apart else [_hold(spec, held) for spec in (pair.draft, *pair.stack)]
     threads = ThreadPlan(
         target_on_cpu=pair.target.device.type == "cpu",
         draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
@@ -62,15 +66,22 @@ def start_driver(
     def make_target() -> TargetWorker:
         target.pool.forget()
         set_threads = lambda schedule: use_threads(threads.target(schedule))  # noqa: E731
-        return TargetWorker(target, set_threads, limits.max_step_rows, in_place=strict, constrain=constrain)
+        return TargetWorker(
+            target,
+            set_threads,
+            limits.max_step_rows,
+            in_place=strict,
+            constrain=constrain,
+            rule=rule,
+            steering=steering,
+        )
 
-    makers = transport_makers(config, pair, threads, draft, constrain)
+    makers = transport_makers(config, pair, threads, drafts, setting, beside, below)
     shared = pair.draft is None or pair.draft.device == pair.target.device
-    sources = [Source(name, paced=name == "model", of_grammars=name == ForcedDrafter.name) for name in makers]
     overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
-    core = Coordinator(sources, limits, policy, pair.vocab_size, chains=strict)
-    driver = Driver(core, make_target, makers)
+    core = Coordinator([*makers], limits, policy, pair.vocab_size, chains=strict, rule=rule)
+    driver = Driver(core, make_target, {source.name: make for source, make in makers.items()})
     held.callback(_close_transports, driver)
     if apart:
         progress.update(f"load {config.draft_model} in a process of its own", 0, 0)

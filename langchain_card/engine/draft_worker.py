@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -11,6 +12,8 @@ from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
 from langchain_card.engine.watch import StepWatch
 from langchain_card.errors import is_out_of_memory
 from langchain_card.ports import Budget, DraftCommand, Drafter, Health
+
+log = logging.getLogger(__name__)
 
 
 class DraftWorker:
@@ -120,4 +123,7 @@ class DraftWorker:
         with self._turn:
             self.begun.clear()
             self.leave.clear()
-            self.drafter.close()
+            try:
+                self.drafter.close()
+            except Exception:
+                log.exception("a drafter could not be closed")

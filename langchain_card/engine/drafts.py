@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from langchain_card.config import EngineConfig
+from langchain_card import plugins
+from langchain_card.config import EngineConfig, Level, Limits
 from langchain_card.core.messages import Proposal
-from langchain_card.drafters.forced import ForcedDrafter
+from langchain_card.core.query import Source
 from langchain_card.drafters.model import ModelDrafter
-from langchain_card.drafters.ngram import NgramDrafter
+from langchain_card.drafters.stacked import Below
+from langchain_card.engine.chosen import Chosen, source_of
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.errors import CARDError, DeviceError, InvalidInputError, ModelStoreError, is_out_of_memory
-from langchain_card.ports import Constraint, Drafter, Transport
+from langchain_card.ports import Constraint, Drafter, Setting, Transport
 from langchain_card.runtime.loader import ModelSpec, Pair, load_model
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, use_threads
+from langchain_card.runtime.tokenizer import read_tokenizer
+from langchain_card.runtime.vocabulary import VocabularyMap, read_map
 from langchain_card.transports.inline import InlineTransport
 from langchain_card.transports.thread import ThreadTransport
 
@@ -34,6 +40,7 @@ SCRATCH = 64
 """Unverified nodes that the draft holds KV for."""
 
 FACTORY = f"{__name__}:build_worker"
+PLUGIN_FACTORY = f"{__name__}:build_plugin_worker"
 
 
 def needs_process(config: EngineConfig, pair: Pair) -> bool:
@@ -42,53 +49,85 @@ def needs_process(config: EngineConfig, pair: Pair) -> bool:
     Raises:
         InvalidInputError: it should have one, and msgspec is not installed.
     """
-    if pair.draft is None or config.draft_transport == "thread":
+    if pair.draft is None or config.draft_transport == "thread" or config.stack:
         return False
-    asked = config.draft_transport == "process"
+    if config.draft_transport == "process":
+        return _check_process()
     devices = pair.target.device, pair.draft.device
-    if not asked and (devices[0] == devices[1] or any(device.type != "cuda" for device in devices)):
+    if devices[0] == devices[1] or any(device.type != "cuda" for device in devices):
         return False
     if importlib.util.find_spec("msgspec") is not None:
         return True
-    if asked:
-        raise InvalidInputError("draft_transport", "process", "needs the package msgspec", "pip install msgspec")
     log.info("the draft runs on a thread: msgspec, which a process needs, is not installed")
     return False
 
 
+def _check_process() -> Literal[True]:
+    if importlib.util.find_spec("msgspec") is None:
+        raise InvalidInputError("draft_transport", "process", "needs the package msgspec", "pip install msgspec")
+    return True
+
+
 def transport_makers(
-    config: EngineConfig, pair: Pair, threads: ThreadPlan, model: Any | None, constrain: Callable[[str], Constraint]
-) -> dict[str, Callable[[Driver], Transport]]:
-    """By drafter, what makes its transport with a fresh worker behind it.
+    config: EngineConfig,
+    pair: Pair,
+    threads: ThreadPlan,
+    models: Sequence[Any],
+    setting: Setting,
+    beside: Sequence[Chosen],
+    below: Chosen | None,
+) -> dict[Source, Callable[[Driver], Transport]]:
+    """For each drafter what makes its transport, with a fresh worker behind it.
 
     Args:
         config: of the engine.
         pair: of the engine.
         threads: CPU threads of either side.
-        model: the draft model; None when it lives in a process of its own, or there is none.
-        constrain: what a grammar allows, before the answer.
+        models: the draft model and those of the stack; none when it lives in a process of its own, or there is none.
+        setting: of the engine's plug-ins.
+        beside: drafters beside the draft model or in its place.
+        below: the one below it.
+
+    Raises:
+        InvalidInputError: a drafter should have a process, and msgspec is not installed.
     """
-    makers: dict[str, Callable[[Driver], Transport]] = {}
-    if config.has_ngram:
-        makers[NgramDrafter.name] = functools.partial(_here, NgramDrafter, threads)
-    if config.draft_model is not None:
-        makers[ForcedDrafter.name] = functools.partial(_here, functools.partial(ForcedDrafter, constrain), threads)
-    if pair.draft is not None and model is None:
+    makers: dict[Source, Callable[[Driver], Transport]] = {}
+    for chosen in beside:
+        make = functools.partial(_here, chosen.make, threads)
+        if chosen.source.paced and config.draft_transport == "process" and _check_process():
+            told = _told(setting, chosen.spec, pair.target.folder, threads.draft("parallel"))
+            make = functools.partial(_in_process, chosen.source.name, PLUGIN_FACTORY, told)
+        makers[chosen.source] = make
+    if pair.draft is not None and not models:
         sizes: dict[str, str | int] = {
             "max_len": pair.max_len,
             "num_seqs": config.limits.num_seqs,
             "vocab_size": pair.vocab_size,
             "execution": config.execution_on(pair.draft.device.type) or "",
             "num_threads": threads.draft("parallel"),
+            "target_folder": str(pair.target.folder) if pair.vocabulary is not None else "",
         }
         arguments = {**_fields(pair.draft), **sizes}
-        makers["model"] = functools.partial(_in_process, arguments)
+        makers[source_of(ModelDrafter)] = functools.partial(_in_process, ModelDrafter.name, FACTORY, arguments)
     elif pair.draft is not None:
         execution = config.execution_on(pair.draft.device.type)
-        runner = _runner(model, pair.max_len, config.limits.num_seqs, execution)
-        make = functools.partial(_model_drafter, runner, pair.vocab_size, constrain)
-        makers["model"] = functools.partial(_here, make, threads)
+        runners = [_runner(model, pair.max_len, config.limits.num_seqs, execution) for model in models]
+        draft = functools.partial(_stack, config.levels, runners, pair.vocabularies, setting, below)
+        makers[source_of(ModelDrafter)] = functools.partial(_here, draft, threads)
     return makers
+
+
+def setting_of(config: EngineConfig, pair: Pair, constrain: Callable[[str], Constraint]) -> Setting:
+    """Where this engine's plug-ins work."""
+    return Setting(
+        vocab_size=pair.vocab_size,
+        max_len=pair.max_len,
+        num_seqs=config.limits.num_seqs,
+        eos_ids=pair.eos_ids,
+        tokenizer=pair.tokenizer,
+        constrain=constrain,
+        limits=config.limits,
+    )
 
 
 def _runner(model: Any, max_len: int, num_seqs: int, execution: str | None) -> ModelRunner:
@@ -97,10 +136,34 @@ def _runner(model: Any, max_len: int, num_seqs: int, execution: str | None) -> M
 
 
 def _model_drafter(
-    runner: ModelRunner, vocab_size: int, constrain: Callable[[str], Constraint] | None = None
+    runner: ModelRunner,
+    vocab_size: int,
+    constrain: Callable[[str], Constraint] | None = None,
+    vocabulary: VocabularyMap | None = None,
+    below: Below | None = None,
 ) -> ModelDrafter:
     runner.pool.forget()  # what one that died had left there
-    return ModelDrafter(runner, vocab_size=vocab_size, constrain=constrain)
+    return ModelDrafter(runner, vocab_size=vocab_size, constrain=constrain, vocabulary=vocabulary, below=below)
+
+
+def _stack(
+    levels: Sequence[Level],
+    runners: Sequence[ModelRunner],
+    vocabularies: Sequence[VocabularyMap | None],
+    setting: Setting,
+    lowest: Chosen | None,
+) -> ModelDrafter:
+    """The draft model, which is the first of the runners, with all levels below it, made from the lowest up."""
+    below, left = None, [*zip(runners, vocabularies, strict=True)]
+    for level in reversed(levels):
+        if lowest is not None and below is None:
+            drafter = lowest.make()
+        else:
+            runner, vocabulary = left.pop()
+            drafter = _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, below)
+        below = Below(drafter, level.block, setting.vocab_size)
+    runner, vocabulary = left.pop()
+    return _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, below)
 
 
 def _here(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> Transport:
@@ -118,12 +181,11 @@ def _here(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> T
     return InlineTransport(worker, on_death=on_death)
 
 
-def _in_process(arguments: Mapping[str, str | int], driver: Driver) -> Transport:
+def _in_process(name: str, factory: str, arguments: Mapping[str, str | int], driver: Driver) -> Transport:
     from langchain_card.transports.process import ProcessTransport  # needs msgspec
 
-    name = ModelDrafter.name
     return ProcessTransport(
-        FACTORY,
+        factory,
         arguments,
         name=name,
         publish=driver.publish,
@@ -131,6 +193,34 @@ def _in_process(arguments: Mapping[str, str | int], driver: Driver) -> Transport
         on_ready=functools.partial(driver.report_start, name),
         on_death=functools.partial(driver.report_death, name),
     )
+
+
+def _told(setting: Setting, spec: str, folder: Path, num_threads: int) -> dict[str, str | int]:
+    """As `build_plugin_worker` takes it."""
+    numbers = {name: getattr(setting, name) for name in ("vocab_size", "max_len", "num_seqs", "eos_ids")}
+    sent = json.dumps({**numbers, "limits": asdict(setting.limits)})
+    return {"spec": spec, "folder": str(folder), "setting": sent, "num_threads": num_threads}
+
+
+def build_plugin_worker(
+    publish: Callable[[Proposal], None],
+    report_out_of_memory: Callable[[tuple[int, ...]], None],
+    *,
+    spec: str,
+    folder: str,
+    setting: str,
+    num_threads: int,
+) -> DraftWorker:
+    """In a plug-in's process: makes the drafter that `spec` names, which knows of no grammars there.
+
+    Raises:
+        InvalidInputError: there is none, as where it was registered in the parent alone.
+    """
+    use_threads(num_threads)
+    sent = json.loads(setting)
+    sent["limits"], sent["eos_ids"] = Limits(**sent["limits"]), tuple(sent["eos_ids"])
+    drafter = plugins.find("drafters", spec).make(Setting(**sent, tokenizer=read_tokenizer(Path(folder))))
+    return DraftWorker(drafter, publish, report_out_of_memory, lambda _: use_threads(num_threads))
 
 
 def _fields(spec: ModelSpec) -> dict[str, str | int]:
@@ -162,10 +252,12 @@ def build_worker(
     num_seqs: int,
     vocab_size: int,
     num_threads: int,
+    target_folder: str,
 ) -> DraftWorker:
     """In the draft's process: loads the draft model that a `ModelSpec` with these fields describes.
 
     A step takes `num_threads` CPU threads, whatever the schedule: this process does not know when the other one rests.
+    `target_folder` is that of a target with another vocabulary.
 
     Raises:
         DeviceError: the device has no room for the model.
@@ -180,7 +272,8 @@ def build_worker(
         compiled=execution == "compiled", draft=draft,
     )  # fmt: skip
     runner = _runner(_load(spec), max_len, num_seqs, execution or None)
-    drafter = _model_drafter(runner, vocab_size)
+    vocabulary = read_map(Path(target_folder), spec.folder) if target_folder else None
+    drafter = _model_drafter(runner, vocab_size, None, vocabulary)
     return DraftWorker(drafter, publish, report_out_of_memory, lambda _: use_threads(num_threads))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from langchain_card.config import EngineConfig
+from langchain_card.config import EngineConfig, lossy_note
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.detokenizer import Detokenizer
@@ -31,6 +32,8 @@ from langchain_card.runtime.registry import Registry
 
 if TYPE_CHECKING:
     from langchain_card.engine.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.02
 
@@ -79,6 +82,8 @@ class Engine:
 
     def _drive(self, held: contextlib.ExitStack, progress: Progress) -> Driver:
         """Loads what is loaded here, and starts all workers."""
+        if self.config.lossy:
+            log.warning("%s", lossy_note(self.config.acceptance))
         limits = self.config.limits
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
         num_seqs = min(check_budget(self._pair, wanted, limits.max_window, SCRATCH), limits.max_step_rows)
@@ -90,6 +95,13 @@ class Engine:
         """Where target and draft run."""
         models = {"target": self._pair.target, "draft": self._pair.draft}
         return {name: ",".join(map(str, spec.devices)) for name, spec in models.items() if spec is not None}
+
+    @property
+    def coverage(self) -> float:
+        """Share of the draft's tokens that the target has, too: 1 with one vocabulary, 0 without a draft."""
+        if self._pair.draft is None:
+            return 0.0
+        return self._pair.vocabulary.coverage if self._pair.vocabulary is not None else 1.0
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

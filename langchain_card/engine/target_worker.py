@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from langchain_card.core.messages import ROOT, Begin, TokenLogprob, Verdict, Window
-from langchain_card.ports import Constraint
+from langchain_card.core.walk import AcceptanceRule, ExactRule, mismatches
+from langchain_card.engine.steering import Text, steered
+from langchain_card.ports import Constraint, Steering
 from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
@@ -66,6 +69,8 @@ class TargetWorker:
         max_rows: rows of one pass; windows that come together leave a row for each text that is read.
         in_place: windows are chains, and their rows lie in their positions from the first, as those of a text.
         constrain: what a grammar allows, before the answer.
+        rule: of acceptance, which may measure something; the exact one by default.
+        steering: what changes the logits before anything else sees them, if anything does.
     """
 
     def __init__(
@@ -76,10 +81,14 @@ class TargetWorker:
         *,
         in_place: bool = False,
         constrain: Callable[[str], Constraint],
+        rule: AcceptanceRule | None = None,
+        steering: Steering | None = None,
     ) -> None:
         self._runner, self._constrain = runner, constrain
         self._set_threads = set_threads
         self._max_rows, self._in_place = max_rows, in_place
+        self._rule: AcceptanceRule = rule or ExactRule()
+        self._steering = steering
         self._begun: dict[int, Begin] = {}  # no window yet
         self._sequences: dict[int, _Sequence] = {}
         self._windows: dict[int, Window] = {}  # not verified yet
@@ -116,12 +125,15 @@ class TargetWorker:
         self._set_threads(min(window.schedule for _, window in due))  # "parallel" where any is
         started = time.perf_counter()
         logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
+        if self._steering is not None and verified:
+            logits = steered(self._steering, logits, [text for pair in verified for text in _texts(*pair)])
         target_ids, closed, logprobs = _choose(verified, logits)
+        measured = self._measured(verified, logits, target_ids)
         read = sum(len(rows.token_ids) for rows in texts)
         per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
         verdicts = []
-        for (sequence, window), own_ids, early, own_logprobs in zip(
-            verified, target_ids, closed, logprobs, strict=True
+        for (sequence, window), own_ids, early, own_logprobs, own_measured in zip(
+            verified, target_ids, closed, logprobs, measured, strict=True
         ):
             verdicts.append(
                 Verdict(
@@ -134,6 +146,7 @@ class TargetWorker:
                     cached=sequence.cached,
                     together=len(verified),
                     closed=early,
+                    measured=own_measured,
                 )
             )
             sequence.verified, sequence.cached = window, 0
@@ -147,13 +160,30 @@ class TargetWorker:
             guide = Guide(self._constrain(params.grammar), begin.request.eos_ids, params.max_tokens)
         sampler = Sampler(params, begin.request.prompt_ids, guide)
         sampler.commit(begin.output_ids)
-        cache = self._runner.open(text[:-1])
+        cache = self._runner.open(text[:-1], params.tenant)
         return _Sequence(begin, cache, sampler, cached=cache.length)
 
     def _rows(self, sequence: _Sequence, window: Window) -> Rows:
         first = sequence.first_slot(window, in_place=self._in_place)
         paths = [tuple(first + row for row in path) for path in row_paths(window.parents)]
         return Rows(sequence.cache, window.token_ids, window.start_position, paths)
+
+    def _measured(
+        self, verified: Sequence[_Due], logits: Tensor, target_ids: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        """For every window what the acceptance rule measures of its rows; nothing of those it answers exactly."""
+        measure, is_exact = self._rule.measure, self._rule.is_exact
+        if measure is None:
+            return [()] * len(verified)
+        free = [i for i, (sequence, _) in enumerate(verified) if not is_exact(sequence.begin.request)]
+        found = [[0.0] * (len(ids) if i in free else 0) for i, ids in enumerate(target_ids)]
+        asked = [(i, row) for i in free for row in mismatches(verified[i][1], target_ids[i])]
+        if asked:
+            starts = [*itertools.accumulate(map(len, target_ids), initial=0)]
+            values = measure(logits[[starts[i] + row for i, row in asked]])
+            for (i, row), value in zip(asked, values, strict=True):
+                found[i][row] = value
+        return [*map(tuple, found)]
 
     def _share_out(self, due: Sequence[_Due]) -> tuple[list[Rows], list[_Due]]:
         """What this pass reads, and which windows it verifies."""
@@ -198,6 +228,12 @@ def _choose(
         count = sequence.begin.request.params.logprobs
         logprobs.append(() if count is None else token_logprobs(own, ids, count))
     return target_ids, closed, logprobs
+
+
+def _texts(sequence: _Sequence, window: Window) -> list[Text]:
+    """For each row of a window what stands before the token to be chosen."""
+    ways = path_tokens(window.token_ids, row_paths(window.parents))
+    return [Text(sequence.cache.token_ids, (window.token_ids[0], *way)) for way in ways]
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:

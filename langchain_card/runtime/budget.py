@@ -82,6 +82,7 @@ def check_budget(
     parts = [ModelNeeds("target", pair.target, target_scratch)]
     if pair.draft is not None:
         parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
+    parts += [ModelNeeds(f"stack ({spec.name})", spec, draft_scratch) for spec in pair.stack]
     devices = dict.fromkeys(device for part in parts for device in part.shares)
     loads = [_Load(device, free(device), [part for part in parts if device in part.shares]) for device in devices]
     if num_seqs is None:
@@ -98,7 +99,7 @@ class ModelNeeds:
     """What one model takes of its device, in bytes.
 
     Args:
-        role: "target" or "draft".
+        role: "target", "draft" or "stack (its name)".
         spec: of the model.
         scratch: unverified rows of a sequence.
 

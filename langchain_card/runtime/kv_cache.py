@@ -11,7 +11,8 @@ A row is written once, into its scratch slot, and stays there until it is kept o
 from the last committed position down to it) is a list of slots. Keeping rows copies them into committed positions;
 rejecting them costs nothing.
 
-A sequence that is closed leaves its text behind. The next one takes over the longest prefix that it shares with any.
+A sequence that is closed leaves its text behind. The next one takes over the longest prefix that it shares with any of
+its tenant; of another's text it could learn, by asking, what stands there.
 """
 
 from __future__ import annotations
@@ -82,16 +83,16 @@ class KVPool:
         kv = self.layers[layer][:, :, : self.trash]
         return kv.view(2, -1, self.num_seqs, self.num_slots, kv.shape[-1]).transpose(1, 2)
 
-    def open(self, token_ids: Sequence[int] = ()) -> KVCache:
-        """Room for a text; what is known of its beginning from any other text is committed already.
+    def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
+        """Room for a tenant's text; what is known of its beginning from any other of its texts is committed already.
 
         A free sequence that is all prefix is continued where it lies; from others, which may be asked for again, the
         prefix is copied to the place that was unused longest.
         """
         assert self._free, "more sequences are open than there is room for"
-        donor, shared = max(
-            ((cache, common_prefix(cache.token_ids, token_ids)) for cache in self._caches), key=lambda found: found[1]
-        )
+        known = [common_prefix(each.token_ids, token_ids) * (each.tenant == tenant) for each in self._caches]
+        shared = max(known)
+        donor = self._caches[known.index(shared)]
         free = self._low() if self._compact else self._free
         cache = donor if donor in free and shared == donor.length else free[0]
         self._free.remove(cache)
@@ -99,7 +100,7 @@ class KVPool:
             here, there = cache.first_position, donor.first_position
             for block in self._blocks.values():
                 block[:, :, :, here : here + shared] = block[:, :, :, there : there + shared]
-        cache.token_ids = list(token_ids[:shared])
+        cache.token_ids, cache.tenant = list(token_ids[:shared]), tenant
         return cache
 
     def _low(self) -> list[KVCache]:
@@ -132,11 +133,13 @@ class KVCache:
         index: its number there.
         base: its first slot there.
         token_ids: of the committed positions.
+        tenant: whose text it is.
     """
 
     def __init__(self, pool: KVPool, index: int) -> None:
         self.pool, self.index, self.base = pool, index, index * pool.num_slots
         self.token_ids: list[int] = []
+        self.tenant = ""
 
     @property
     def length(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from langchain_card.config import NGRAM, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
 from langchain_card.runtime import draft_form
 from langchain_card.runtime.attention import ATTENTION_NAME
+from langchain_card.runtime.devices import draft_device, find_devices
 from langchain_card.runtime.download import BUILTINS
 from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
 from langchain_card.runtime.files import Progress
@@ -28,6 +30,9 @@ from langchain_card.runtime.registry import Registry
 from langchain_card.runtime.store import ModelStore
 from langchain_card.runtime.threads import single_threaded
 from langchain_card.runtime.tokenizer import read_tokenizer
+from langchain_card.runtime.vocabulary import VocabularyMap, end_ids, read_map
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _INT8_DTYPES = ("auto", "float32")
@@ -72,15 +77,18 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and, perhaps, a draft, with the tokenizer they share.
+    """A target and, perhaps, a draft.
 
     Attributes:
         target: spec of the target.
         draft: spec of the draft, or None.
+        stack: specs of the models below it.
         tokenizer: of the target.
         eos_ids: tokens that end an answer.
-        vocab_size: ids below it mean the same to both.
+        vocab_size: the target's ids are below it; those of both, where they have one vocabulary.
         max_len: positions per sequence.
+        vocabularies: of the draft and of the models below it, how each understands the target's ids; None where they
+            have one vocabulary.
     """
 
     target: ModelSpec
@@ -89,6 +97,13 @@ class Pair:
     eos_ids: tuple[int, ...]
     vocab_size: int
     max_len: int
+    vocabularies: tuple[VocabularyMap | None, ...] = ()
+    stack: tuple[ModelSpec, ...] = ()
+
+    @property
+    def vocabulary(self) -> VocabularyMap | None:
+        """The draft's."""
+        return self.vocabularies[0] if self.vocabularies else None
 
 
 def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
@@ -97,63 +112,45 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
     Raises:
         DeviceError: a device is not there.
         UnsupportedModelError: a model cannot be run exactly.
-        VocabularyMismatchError: the tokenizers differ.
+        VocabularyMismatchError: the tokenizers have too little in common, or cannot be compared.
         CARDError: whatever the model store raises.
     """
     devices = find_devices("device", config.device)
-    draft_device = _draft_device(config, devices) if config.has_draft else devices[0]
-    target = _spec(config, "model", devices, progress)
-    draft = None
+    target = _spec(config, "model", config.model, devices, progress)
     tokenizer = read_tokenizer(target.folder)
     model_config = _text_config(target)
-    vocab_size, max_len = model_config.vocab_size, context_length(model_config)
-    if config.has_draft:
-        draft = _spec(config, "draft_model", [draft_device], progress)
-        if draft != target:
-            draft = replace(draft, draft=draft_form.changes(_text_config(draft), draft.form))
-        _check_vocabulary(config, tokenizer, target, draft)
-        vocab_size = min(vocab_size, _text_config(draft).vocab_size)
+    max_len = context_length(model_config)
+    drafts = _drafts(config, target, draft_device(config, devices), progress) if config.has_draft else []
+    alike = [target, *(spec for spec, vocabulary in drafts if vocabulary is None)]
+    vocab_size = min(_text_config(spec).vocab_size for spec in alike)
     wanted = config.max_model_len or min(max_len, DEFAULT_MAX_LEN)
     if wanted > max_len:
         raise InvalidInputError("max_model_len", wanted, f"{config.model} was trained for {max_len:,} positions")
-    return Pair(target, draft, tokenizer, _eos_ids(target, tokenizer), vocab_size, wanted)
+    ends, specs = end_ids(target.folder, tokenizer), [spec for spec, _ in drafts]
+    draft, vocabularies = specs[0] if specs else None, tuple(vocabulary for _, vocabulary in drafts)
+    return Pair(target, draft, tokenizer, ends, vocab_size, wanted, vocabularies, tuple(specs[1:]))
 
 
-def find_device(name: str, asked: str) -> torch.device:
-    """The device that `asked` means here; `"auto"` is CUDA when there is one, else the CPU."""
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(asked)
-    except RuntimeError as error:
-        raise DeviceError(name, asked, "is not a device", 'use "auto", "cpu", "cuda" or "cuda:1"') from error
-    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise DeviceError(name, asked, f"this machine has {count} CUDA devices", 'use "auto" or "cpu"')
-    if device.type not in ("cpu", "cuda"):
-        raise DeviceError(name, asked, "only CPU and CUDA devices are supported", 'use "auto" or "cpu"')
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device  # equal when they are one
+def _drafts(
+    config: EngineConfig, target: ModelSpec, device: torch.device, progress: Progress | None
+) -> list[tuple[ModelSpec, VocabularyMap | None]]:
+    """The draft model, and those of the stack below it; how each understands the target's ids."""
+    found = list[tuple[ModelSpec, VocabularyMap | None]]()
+    for field, name in (
+        ("draft_model", config.draft_model or ""),
+        *(("stack", level.spec) for level in config.levels if level.is_model),
+    ):
+        spec = _spec(config, field, name, [device], progress)
+        if spec != target:
+            spec = replace(spec, draft=draft_form.changes(_text_config(spec), spec.form))
+        found.append((spec, _vocabulary(config, field, target, spec)))
+    return found
 
 
-def find_devices(name: str, asked: str) -> list[torch.device]:
-    """The device, or the CUDA devices between commas, that `asked` means here."""
-    devices = [find_device(name, part.strip()) for part in asked.split(",")]
-    if len(devices) > 1 and (len(set(devices)) < len(devices) or any(device.type != "cuda" for device in devices)):
-        raise DeviceError(name, asked, "layers spread over CUDA devices that are all different", 'use "cuda:0,cuda:1"')
-    return devices
-
-
-def _draft_device(config: EngineConfig, target: Sequence[torch.device]) -> torch.device:
-    if config.draft_device != "auto":
-        return find_device("draft_device", config.draft_device)
-    if target[0].type == "cuda":
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        return next((device for device in devices if device not in target), target[-1])
-    return target[0]
-
-
-def _spec(config: EngineConfig, field: str, devices: Sequence[torch.device], progress: Progress | None) -> ModelSpec:
-    name, quantization, device = getattr(config, field), config.quantization, devices[0]
+def _spec(
+    config: EngineConfig, field: str, name: str, devices: Sequence[torch.device], progress: Progress | None
+) -> ModelSpec:
+    quantization, device = config.quantization, devices[0]
     if quantization == "auto":
         quantization = "int8" if name in BUILTINS and _int8_runs(config, device) else None
     elif quantization == "int8" and not _int8_runs(config, device):
@@ -190,32 +187,20 @@ def _text_config(spec: ModelSpec) -> Any:
     return read_config(spec.folder).get_text_config()
 
 
-def _check_vocabulary(config: EngineConfig, tokenizer: Any, target: ModelSpec, draft: ModelSpec) -> None:
-    files = [spec.folder / "tokenizer.json" for spec in (target, draft)]
-    if all(file.exists() for file in files) and files[0].read_bytes() == files[1].read_bytes():
-        return
-    ours, theirs = tokenizer.get_vocab(), read_tokenizer(draft.folder).get_vocab()
-    if ours != theirs:
-        differing = len(set(ours.items()) ^ set(theirs.items()))
-        raise VocabularyMismatchError(
-            "draft_model",
-            config.draft_model,
-            f"its tokenizer differs from that of {config.model} in {differing:,} entries",
-            f'beside model name a draft of its family, or draft_model="{NGRAM}"; in a call, too',
-        )
-
-
-def _eos_ids(target: ModelSpec, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-text tokens of the generation config, the config and the tokenizer together."""
-    from transformers import GenerationConfig
-
-    ids: list[int] = []
-    found = [tokenizer.eos_token_id, _text_config(target).eos_token_id]
-    if (target.folder / "generation_config.json").exists():
-        found.append(GenerationConfig.from_pretrained(target.folder, local_files_only=True).eos_token_id)
-    for value in found:
-        ids += [value] if isinstance(value, int) else list(value or ())
-    return tuple(dict.fromkeys(ids))
+def _vocabulary(config: EngineConfig, field: str, target: ModelSpec, draft: ModelSpec) -> VocabularyMap | None:
+    try:
+        found = read_map(target.folder, draft.folder)
+    except TypeError as error:
+        shared = f"cannot be compared with that of {config.model} ({error})"
+    else:
+        if found is None:
+            return None
+        shared = f"shares {found.num_shared:,} tokens with {config.model}"
+        if found.useful:
+            log.info("the tokenizer of %s %s, %.0f %% of its own", draft.name, shared, 100 * found.coverage)
+            return found
+    hint = f'beside model name a draft of its family, or draft_model="{NGRAM}"; in a call, too'
+    raise VocabularyMismatchError(field, draft.name, f"its tokenizer {shared}", hint)
 
 
 _models: Registry[Any] = Registry(close=lambda model: None)

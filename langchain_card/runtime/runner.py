@@ -76,9 +76,9 @@ class ModelRunner:
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
 
-    def open(self, token_ids: Sequence[int] = ()) -> KVCache:
-        """KV for a new sequence; holds what is known of the beginning of `token_ids` already."""
-        return self.pool.open(token_ids)
+    def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
+        """KV for a new sequence; holds what is known of the beginning of `token_ids` from the tenant's own texts."""
+        return self.pool.open(token_ids, tenant)
 
     def close(self, cache: KVCache) -> None:
         """Gives a sequence's room back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import secrets
 from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 class Guard:
     """Lets a request in, its whole body read, or answers it.
 
+    What a key is called behind the door, `request.state.tenant`, is made of it and of a secret of this process.
+
     There are no headers of CORS: web pages of other origins cannot read an answer. What they post is refused.
 
     Args:
@@ -39,6 +42,7 @@ class Guard:
         self._app, self._service, self._open = app, service, frozenset(open_paths)
         self._num_inside = 0
         self._keys = [key.encode() for key in service.settings.api_keys]
+        self._secret = secrets.token_bytes(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; there are no websockets."""
@@ -90,9 +94,11 @@ class Guard:
             raise Refused(Problem(403, "Web pages of other sites may ask nothing here.", code="cross_site"))
         if scope["path"] in self._open:
             return
-        if self._keys and not self._knows(headers.get("authorization", "")):
-            message = "Authorization must be `Bearer KEY`, with a key of this server."
-            raise Refused(Problem(401, message, code="invalid_api_key"))
+        if self._keys:
+            if not self._knows(authorization := headers.get("authorization", "")):
+                message = "Authorization must be `Bearer KEY`, with a key of this server."
+                raise Refused(Problem(401, message, code="invalid_api_key"))
+            scope.setdefault("state", {})["tenant"] = self._tenant(authorization)
         if self._service.draining:
             raise Refused(CLOSED)
         if self._num_inside >= settings.max_requests:
@@ -104,6 +110,10 @@ class Guard:
         scheme, _, given = authorization.partition(" ")
         right = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(right)
+
+    def _tenant(self, authorization: str) -> str:
+        given = authorization.partition(" ")[2].strip().encode("latin-1")
+        return hmac.new(self._secret, given, "sha256").hexdigest()
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         most, seconds = self._service.settings.max_body_bytes, self._service.settings.max_body_seconds

@@ -45,8 +45,12 @@ class Metrics:
         cached = "Tokens of prompts that need not be read, known from earlier requests."
         self._cached = Counter("langchain_card_cached_tokens", cached, registry=registry)
         self._output = Counter("langchain_card_output_tokens", "Tokens of answers.", registry=registry)
+        verified = "Candidates that were checked."
+        self._verified = Counter("langchain_card_verified_candidates", verified, ["source"], registry=registry)
         accepted = "Tokens of answers that a drafter had proposed."
         self._accepted = Counter("langchain_card_accepted_tokens", accepted, ["source"], registry=registry)
+        rescued = "Tokens of answers that a lossy rule kept in the place of the target's own."
+        self._rescued = Counter("langchain_card_rescued_tokens", rescued, registry=registry)
         first = "Seconds until the first token of an answer, queueing included."
         self._first = Histogram(
             "langchain_card_time_to_first_token_seconds", first, buckets=_SECONDS, registry=registry
@@ -87,8 +91,13 @@ class Metrics:
         self._prompt.inc(len(generation.request.prompt_ids))
         self._cached.inc(stats.cached_tokens)
         self._output.inc(stats.output_tokens)
-        for source, count in [*stats.accepted_by_source.items()]:
-            self._accepted.labels(source).inc(count)
+        for counter, by_source in (
+            (self._verified, stats.verified_by_source),
+            (self._accepted, stats.accepted_by_source),
+        ):
+            for source, count in [*by_source.items()]:
+                counter.labels(source).inc(count)
+        self._rescued.inc(stats.rescued)
         if stats.rounds:
             self._first.observe(stats.first_token - stats.submitted)
             self._hits.observe(stats.hit_rate)

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from langchain_card.chat.consumers import Consumer
 from langchain_card.chat_model import CARDChatModel
-from langchain_card.config import check_range
+from langchain_card.checks import check_range
 from langchain_card.core.messages import TARGET
 from langchain_card.errors import EngineClosedError, InvalidInputError
 from langchain_card.ports import Health
@@ -69,6 +69,12 @@ class Service:
     async def close(self) -> None:
         """Gives back what `open` has taken; the last user's answers end."""
         await asyncio.to_thread(self.model.close)
+
+    def reader(self, request: Request, consumer: Consumer) -> CARDChatModel:
+        """The model as it answers a request: where there are keys, it drafts from texts of the same key alone."""
+        reader = self.model.for_consumer(consumer)
+        reader.tenant = getattr(request.state, "tenant", reader.tenant)
+        return reader
 
     def state(self) -> EngineState:
         """What the engine does now; one that was closed has lost its target."""

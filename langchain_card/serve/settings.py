@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from langchain_card.config import check_range
+from langchain_card.checks import check_range
 from langchain_card.errors import InvalidInputError
 
 MOST_MESSAGES = 4096

@@ -1,4 +1,11 @@
-"""For tests of this package and of plug-ins: toy models, a simulated world, and an explorer of interleavings."""
+"""For tests of this package and of plug-ins: toy models, a simulated world, and an explorer of interleavings.
+
+`DrafterConformance`, the suite of plug-ins, needs pytest and torch, and is imported when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from langchain_card.testing.explorer import (
     Coverage,
@@ -14,8 +21,12 @@ from langchain_card.testing.scope import Scope
 from langchain_card.testing.toy import FixedPolicy, ToyDrafter, ToyModel, ToyTarget
 from langchain_card.testing.world import World
 
+if TYPE_CHECKING:
+    from langchain_card.testing.conformance import DrafterConformance
+
 __all__ = [
     "Coverage",
+    "DrafterConformance",
     "FixedPolicy",
     "PriorityChooser",
     "RandomChooser",
@@ -30,3 +41,11 @@ __all__ = [
     "replay",
     "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DrafterConformance":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from langchain_card.testing.conformance import DrafterConformance
+
+    return DrafterConformance

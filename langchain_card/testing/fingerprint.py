@@ -56,14 +56,24 @@ def _request(state: RequestState) -> Any:
     window = state.window
     return (
         len(state.output_ids),
-        tuple((number[tree.parents[node]], tree.tokens[node], tree.sources[node]) for node in live),
+        tuple(
+            (
+                number[tree.parents[node]],
+                tree.tokens[node],
+                tree.sources[node],
+                node in tree.looked,
+                node in tree.listed,
+            )
+            for node in live
+        ),
+        tree.root in tree.looked,
         None if window is None else (window.token_ids, window.parents, window.kept_rows),
         state.kept_rows,
         state.wait_until is not None,
         state.paused,
         state.schedule,
         state.failures,
-        tuple((name, _source(source, number)) for name, source in state.sources.items()),
+        tuple((name, source.lead(tree), _source(source, number)) for name, source in state.sources.items()),
         tuple((p.source, *_proposal(p)) for p in state.heard if _is_known(p, state.sources.get(p.source))),
     )
 

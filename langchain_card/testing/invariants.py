@@ -52,8 +52,8 @@ def _check_tree(world: World, state: RequestState) -> None:
     tree, limits = state.tree, world.core.limits
     assert [tree.tokens[node] for node in tree.path[1:]] == state.output_ids, "the tree does not hold the answer"
     assert len(tree) - len(tree.path) <= 2 * limits.max_tree_nodes, "the tree has no bound"
-    assert tree.lead() <= 2 * limits.max_lead, "candidates deeper than may be"
     for source in state.sources.values():
+        assert source.lead(tree) <= 2 * limits.max_lead, "candidates deeper than may be"
         assert source.credits <= limits.max_lead, "more leave than there may be lead"
     check_prefixes(state, lambda prefix, source: world.model.candidates(prefix, world.numbers[source]))
 

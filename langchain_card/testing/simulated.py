@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.controller import Policy
 from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.policy import Policy
 from langchain_card.core.query import Source
 from langchain_card.core.request import Request, RequestStats
+from langchain_card.engine.draft_worker import DraftWorker
+from langchain_card.ports import Drafter
 from langchain_card.testing.process import Draft
 from langchain_card.testing.toy import ToyDrafter, ToyTarget
 
@@ -73,10 +75,11 @@ class Simulation:
 
     Args:
         target: with its step times.
-        drafter: with its step times.
+        drafter: with its step times; None for none.
         policy: of the coordinator.
         limits: of the coordinator.
         slowdown: how much longer a step of the (target, draft) takes while both work: two models on one bus.
+        beside: drafters whose steps take no time.
 
     Attributes:
         now: the time.
@@ -85,14 +88,17 @@ class Simulation:
     def __init__(
         self,
         target: ToyTarget,
-        drafter: ToyDrafter,
+        drafter: ToyDrafter | None,
         policy: Policy,
         limits: Limits,
         slowdown: tuple[float, float] = (1.0, 1.0),
+        beside: Sequence[Drafter] = (),
     ) -> None:
         self.now = 0.0
-        self._core = Coordinator([Source(drafter.name, paced=True)], limits, policy)
-        self._target, self._draft = target, Draft(drafter)
+        every = [*beside, *([drafter] if drafter is not None else [])]
+        self._core = Coordinator([Source(each.name, paced=each is drafter) for each in every], limits, policy)
+        self._target, self._draft = target, Draft(drafter) if drafter is not None else None
+        self._beside = {each.name: DraftWorker(each, self._publish, lambda _: None) for each in beside}
         self._target_device, self._draft_device = map(Device, slowdown)
         self._verdicts: list[m.Verdict] = []
         self._drafted: list[m.Proposal] = []
@@ -122,7 +128,7 @@ class Simulation:
         self._handle(m.TargetReady(self.now))
 
     def _use_draft(self) -> None:
-        if self._draft_device.busy:
+        if self._draft is None or self._draft_device.busy:
             return
         while self._draft.inbox:
             self._draft.worker.handle(self._draft.inbox.pop(0))
@@ -152,7 +158,12 @@ class Simulation:
                 self._handle(m.Verified(replace(verdict, elapsed=verdict.elapsed * longer), self.now))
             self._look_at = self.now
 
+    def _publish(self, proposal: m.Proposal) -> None:
+        self._arrived.append(proposal)
+
     def _take_in(self) -> None:
+        for worker in self._beside.values():
+            worker.work(self._open)
         for proposal in self._arrived:
             self._handle(m.Proposed(proposal, self.now))
         self._arrived.clear()
@@ -169,7 +180,10 @@ class Simulation:
                     self._target.begin(effect)
                 case m.End(m.TARGET, request_id):
                     self._target.end(request_id)
+                case m.Begin() | m.Correct() | m.Grow() | m.End() if effect.worker in self._beside:
+                    self._beside[effect.worker].handle(effect)
                 case m.Begin() | m.Correct() | m.Grow() | m.End():
+                    assert self._draft is not None
                     self._draft.inbox.append(effect)
                 case m.Emit(request_id, token_ids):
                     self._answers[request_id].token_ids += token_ids

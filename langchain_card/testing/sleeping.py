@@ -17,8 +17,9 @@ from typing_extensions import Self
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.controller import Controller, Policy
+from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.policy import Policy
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.detokenizer import Detokenizer

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from langchain_card.config import Schedule
-from langchain_card.core.controller import Leave, Load
+from langchain_card.core.frontier import Frontier
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
+from langchain_card.core.policy import Leave, Load
 from langchain_card.core.request import Request
+from langchain_card.drafters.stacked import Below, Block, query
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.ports import Budget
 
@@ -141,7 +143,8 @@ class ToyDrafter:
         number: which of the script's drafts it is, from 1.
         paced: see `ports.Drafter`.
         num_slots: nodes that it may hold at once.
-        step_time: seconds of a step by the number of nodes that it expands; only reported.
+        step_time: seconds of a step by the number of rows that it forwards; only reported.
+        below: another one, that it queries in turn.
     """
 
     def __init__(
@@ -153,8 +156,9 @@ class ToyDrafter:
         paced: bool = True,
         num_slots: int = 64,
         step_time: StepTime = lambda rows: 0.0,
+        below: Below | None = None,
     ) -> None:
-        self.name, self.paced = name, paced
+        self.name, self.paced, self._below = name, paced, below
         self._script, self._number, self._num_slots, self.step_time = script, number, num_slots, step_time
         self.trees: dict[int, DraftTree] = {}
         self.out_of_memory = False
@@ -169,11 +173,15 @@ class ToyDrafter:
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Opens a sequence."""
         self.trees[request.request_id] = DraftTree(request.prompt_ids, output_ids, self._num_slots)
+        if self._below is not None:
+            self._below.begin(request, output_ids)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new."""
         if (tree := self.trees.get(request_id)) is not None:
             tree.apply(start, token_ids)
+        if self._below is not None:
+            self._below.drafter.correct(request_id, start, token_ids)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """Expands the likeliest open nodes.
@@ -183,34 +191,37 @@ class ToyDrafter:
         """
         if self.out_of_memory:
             raise MemoryError
-        budgets = [budget for budget in budgets if budget.request_id in self.trees]
-        chosen = [self.trees[budget.request_id].choose(budget.width, budget.min_chance) for budget in budgets]
-        count = sum(map(len, chosen))
-        per_node = self.step_time(count) / count if count else 0.0
-        return [
-            self._step(budget.request_id, nodes, count, per_node * len(nodes))
-            for budget, nodes in zip(budgets, chosen, strict=True)
-        ]
+        trees = [(self.trees[each.request_id], each) for each in budgets if each.request_id in self.trees]
+        blocks = [Block.plan(tree, budget, (tree.tokens[tree.root],), _says) for tree, budget in trees]
+        elapsed, _ = query(blocks, self._below, _says)
+        if rows := sum(len(block.ways) for block in blocks):
+            elapsed += self.step_time(rows)
+        for block in blocks:
+            block.place(tuple)
+            block.settle([self._children(block.tree, way) for way in block.ways])
+        together = sum(block.expanded for block in blocks)
+        return [block.publish(self.name, together, elapsed) for block in blocks]
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
         self.trees.pop(request_id, None)
+        if self._below is not None:
+            self._below.drafter.end(request_id)
 
     def close(self) -> None:
         """Frees everything."""
         self.trees.clear()
+        if self._below is not None:
+            self._below.drafter.close()
 
-    def _step(self, request_id: int, nodes: Sequence[int], together: int, elapsed: float) -> Proposal:
-        tree = self.trees[request_id]
-        for node in nodes:
-            if node != tree.root:
-                tree.place(node)
-            found = self._script.candidates(self._prefix(tree, node), self._number)
-            tree.expand(node, [token for token, _ in found], [score for _, score in found])
-        return tree.publish(self.name, request_id, forwarded=len(nodes), together=together, elapsed=elapsed)
+    def _children(self, tree: DraftTree, way: Sequence[int]) -> tuple[list[int], list[float]]:
+        found = self._script.candidates((*tree.prompt_ids, *tree.output_ids, *way), self._number)
+        return [token for token, _ in found], [score for _, score in found]
 
-    def _prefix(self, tree: DraftTree, node: int) -> tuple[int, ...]:
-        return (*tree.prompt_ids, *tree.output_ids, *(tree.tokens[above] for above in tree.path(node)))
+
+def _says(token_id: int) -> bool:
+    """Toys have one vocabulary."""
+    return True
 
 
 class FixedPolicy:
@@ -232,7 +243,7 @@ class FixedPolicy:
         """The fixed ones; one where they are granted singly."""
         return Leave(self._widths if load.schedule == "parallel" else (1,))
 
-    def draft_pays(self, load: Load, chances: Sequence[float], lead: int) -> bool:
+    def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
         """As the schedule has it: drafting singly always, waiting for the first candidate only."""
         return load.schedule != "parallel" or not lead
 
@@ -249,8 +260,15 @@ class FixedPolicy:
     ) -> None:
         """Ignored."""
 
-    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float) -> None:
+    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
         """Ignored."""
 
-    def saw_token(self, *, hit: bool) -> None:
+    def judge(self, source: str, stated: float) -> tuple[float, float]:
+        """As stated."""
+        return stated, stated
+
+    def saw_candidate(self, source: str, stated: float, *, taken: bool, doubted: bool) -> None:
+        """Ignored."""
+
+    def saw_token(self, *, hit: bool, first: bool) -> None:
         """Ignored."""

@@ -28,7 +28,7 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_messages(len(body.messages))
         messages, options, shown = to_messages(body.messages), body.options, body.model
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
-        model = service.model.for_consumer(consumer := Consumer())
+        model = service.reader(request, consumer := Consumer())
         if not body.stream:
             items = once(lambda: model.ainvoke(messages, stop=stop, **options))
             answer = await Exchange(service, request, items, consumer, "messages").whole()

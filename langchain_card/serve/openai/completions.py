@@ -12,10 +12,12 @@ from langchain_core.messages.ai import UsageMetadata
 
 from langchain_card.chat.answer import consuming_in_task, statistics
 from langchain_card.chat.consumers import Consumer
+from langchain_card.chat_model import CARDChatModel
 from langchain_card.core.request import RequestStats, SamplingParams
-from langchain_card.detokenizer import Piece, token_bytes
+from langchain_card.detokenizer import Piece
 from langchain_card.engine.generation import Generation
 from langchain_card.prompt import check_length
+from langchain_card.runtime.tokenizer import token_bytes
 from langchain_card.serve.openai.objects import head, progress, usage
 from langchain_card.serve.openai.requests import STREAMED
 from langchain_card.serve.openai.schemas import CompletionRequest
@@ -30,7 +32,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check_name(body.model)
-        text = Continuation(service, body, consumer := Consumer())
+        text = Continuation(service.reader(request, consumer := Consumer()), body, consumer)
         if body.stream:
             return await Exchange(service, request, text.stream(), consumer, "prompt").stream(list)
         return JSONResponse(await Exchange(service, request, text.whole(), consumer, "prompt").whole())
@@ -42,13 +44,13 @@ class Continuation:
     """The text behind one prompt, in OpenAI's objects.
 
     Args:
-        service: of the application.
+        model: which answers.
         body: what was asked.
         consumer: of the text; it is told when the engine takes the request.
     """
 
-    def __init__(self, service: Service, body: CompletionRequest, consumer: Consumer) -> None:
-        self._model, self._body, self._consumer = service.model, body, consumer
+    def __init__(self, model: CARDChatModel, body: CompletionRequest, consumer: Consumer) -> None:
+        self._model, self._body, self._consumer = model, body, consumer
         self._head = head("text_completion", "cmpl", body.model)
         self._length = 0  # characters of the text so far
 

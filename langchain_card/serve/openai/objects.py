@@ -149,6 +149,8 @@ def progress(pieces: Sequence[Piece], stats: RequestStats) -> dict[str, Any]:
         "acceptance_rate": round(stats.acceptance_rate, 4),
         "hit_rate": round(stats.hit_rate, 4),
         "schedule": stats.schedule,
+        "lossy": stats.lossy,
+        **({"rescued": stats.rescued} if stats.lossy else {}),
         "seconds": round(stats.seconds(time.perf_counter()), 4),
         "target_busy_seconds": round(stats.target_busy, 4),
         "draft_busy_seconds": round(stats.draft_busy, 4),

@@ -76,6 +76,8 @@ function show(stats) {
   at("hits").textContent = `${Math.round(100 * stats.hit_rate)} %`;
   at("length").textContent = stats.mean_accepted_length.toFixed(1);
   at("ran").textContent = stats.schedule;
+  at("lossy").hidden = !stats.lossy;
+  at("rescued").textContent = stats.rescued ?? "";
   lanes.add(stats);
 }
 
@@ -88,6 +90,7 @@ function finish(answer, { stats, usage }, remark) {
   if (answer.isEmpty && remark) answer.element.remove();
   const words = remark ? [remark] : [];
   if (stats) {
+    if (stats.lossy) words.push(`lossy: ${stats.rescued} tokens are not the model's own choice`);
     words.push(`${stats.accepted} of ${stats.output_tokens} tokens drafted`, `${speed(stats)} tokens/s`);
   }
   const known = usage?.prompt_tokens_details.cached_tokens;

@@ -1,0 +1,210 @@
+"""What a lossy rule gains and what it costs: tokens per round, rescued tokens and task scores beside the exact rule.
+
+    python benchmarks/loose.py --prompts humaneval.jsonl gsm8k.jsonl --count 40 --json docs/loose.jsonl
+
+HumanEval's rows are scored by their own tests, in a process with bounds and without sockets; GSM8K's by the last number
+of the answer. Windows are pinned to chains of 15 candidates of the draft model, so that counts do not depend on time.
+Each answer is added to the `--json` file as soon as it is there: a run that was stopped goes on where it was, but for
+what a quantile has learnt. Intervals are of 95 %: Wilson's of scores, else bootstrapped over prompts; differences to
+the exact rule are paired by prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from langchain_card.config import EngineConfig, Pins
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.prompt import encode
+
+RULES = ("exact", "loose", "loose?reading=paper", "loose?quantile=0.5")
+MAX_TOKENS = {"humaneval": 256, "gsm8k": 320}
+SECONDS = 10
+GUARD = f"""
+import resource, sys
+for bound, most in ((resource.RLIMIT_CPU, {SECONDS}), (resource.RLIMIT_AS, 1 << 30), (resource.RLIMIT_FSIZE, 0)):
+    resource.setrlimit(bound, (most, most))
+def forbid(event, arguments):
+    names = "system exec fork posix_spawn remove rename kill chmod"
+    kind, _, name = event.partition(".")
+    if kind in ("socket", "subprocess", "ctypes", "shutil") or (kind == "os" and name in names.split()):
+        raise PermissionError(event)
+program = sys.stdin.read()
+sys.addaudithook(forbid)
+exec(compile(program, "answer", "exec"), {{"__name__": "answer"}})
+print("passed")
+"""
+"""Of a model that means no harm: what it wrote is kept from doing some by mistake."""
+
+Row = dict[str, Any]
+Interval = tuple[float, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="HumanEval's and GSM8K's JSON lines")
+    parser.add_argument("--count", type=int, default=40, help="rows of each (%(default)s)")
+    parser.add_argument("--rules", nargs="+", default=RULES, help="the first is what the others are compared with")
+    parser.add_argument("--model", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="JSON lines, read and added to")
+    args = parser.parse_args()
+    answered = measure(args, read(args.json))
+    for name in dict.fromkeys(row["set"] for row in answered):
+        report(name, [row for row in answered if row["set"] == name], args.rules)
+
+
+def read(path: Path) -> list[Row]:
+    """What an earlier run has answered."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "draft_model", "set", "number", "rule", "max_tokens"))
+
+
+def measure(args: argparse.Namespace, known: list[Row]) -> list[Row]:
+    """Every row with every rule, one engine a rule over the same weights; what is known is not asked again."""
+    asked = [task for path in args.prompts for task in tasks(path, args.count)]
+    wanted = [
+        {**task, "rule": rule, "model": args.model, "draft_model": args.draft_model}
+        for task in asked
+        for rule in args.rules
+    ]
+    done = {key_of(row): row for row in known}
+    with contextlib.ExitStack() as held, args.json.open("a") as file:
+        engines: dict[str, Engine] = {}
+        for task in tqdm(wanted, unit="answer", initial=0):
+            if key_of(task) in done:
+                continue
+            if task["rule"] not in engines:
+                engines[task["rule"]] = held.enter_context(engine_of(args, task["rule"]))
+            row = answer(engines[task["rule"]], task)
+            done[key_of(task)] = row
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+    return [done[key_of(task)] for task in wanted]
+
+
+def engine_of(args: argparse.Namespace, rule: str) -> Engine:
+    pins = Pins(window=16, lead=15, draft_width=1)
+    config = EngineConfig(model=args.model, draft_model=args.draft_model, drafters=(), acceptance=rule, pins=pins)
+    return Engine(config)
+
+
+def tasks(path: Path, count: int) -> list[Row]:
+    """The first rows of a file, as questions with what their answers are judged by."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+    found: list[Row] = []
+    for number, row in enumerate(rows):
+        if "entry_point" in row:
+            question = "Complete this function. Answer with the code only.\n\n" + row["prompt"]
+            judged = {"set": "humaneval", "row": {name: row[name] for name in ("prompt", "test", "entry_point")}}
+        else:
+            question = row["question"] + "\nThink step by step, and end with the answer as a number."
+            judged = {"set": "gsm8k", "row": {"answer": row["answer"]}}
+        found.append({**judged, "number": number, "question": question, "max_tokens": MAX_TOKENS[judged["set"]]})
+    return found
+
+
+def answer(engine: Engine, task: Row) -> Row:
+    prompt_ids = encode([{"role": "user", "content": task["question"]}], engine.tokenizer, engine.config.model)
+    params = SamplingParams(max_tokens=task["max_tokens"], schedule="sequential")
+    done = engine.submit(prompt_ids, params).result()
+    counts = {
+        name: getattr(done.stats, name) for name in ("rounds", "output_tokens", "accepted", "verified", "rescued")
+    }
+    judge = passes if task["set"] == "humaneval" else is_right
+    known = {name: value for name, value in task.items() if name not in ("row", "question")}
+    return {**known, **counts, "right": judge(done.text, task["row"])}
+
+
+def passes(text: str, row: Row) -> bool:
+    """Whether the code of an answer passes its row's tests."""
+    block = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", text, re.DOTALL)
+    program = "\n\n".join([row["prompt"], block[1] if block else text, row["test"], f"check({row['entry_point']})"])
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            command = [sys.executable, "-I", "-c", GUARD]
+            run = subprocess.run(
+                command, input=program.encode(), cwd=folder, env={}, capture_output=True, timeout=2 * SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return run.stdout.endswith(b"passed\n")
+
+
+def is_right(text: str, row: Row) -> bool:
+    """Whether the last number of an answer is the one behind `####`."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    wanted = row["answer"].rpartition("####")[2].strip()
+    return bool(numbers) and float(numbers[-1].replace(",", "")) == float(wanted.replace(",", ""))
+
+
+def report(name: str, rows: list[Row], rules: Sequence[str]) -> None:
+    by_rule = {rule: sorted((r for r in rows if r["rule"] == rule), key=lambda r: r["number"]) for rule in rules}
+    base = by_rule[rules[0]]
+    print(f"\n{name}, {len(base)} rows (differences to {rules[0]})")
+    for rule, own in by_rule.items():
+        pairs = [*zip(base, own, strict=True)]
+        right = sum(row["right"] for row in own)
+        print(
+            f"{rule:22} tokens per round {pace(own):.2f} {shown(bootstrap(own, pace))}, "
+            f"{gain(pairs):+.2f} {shown(bootstrap(pairs, gain))}; "
+            f"rescued {share(own):.2%} of tokens {shown(bootstrap(own, share), 100)}; "
+            f"right {right} of {len(own)} {shown(wilson(right, len(own)), 100)}, "
+            f"{100 * better(pairs):+.1f} {shown(bootstrap(pairs, better), 100)}; "
+            f"other texts {sum(a['text'] != b['text'] for a, b in pairs)}"
+        )
+
+
+def pace(rows: Sequence[Row]) -> float:
+    return float(sum(row["output_tokens"] for row in rows) / sum(row["rounds"] for row in rows))
+
+
+def share(rows: Sequence[Row]) -> float:
+    return float(sum(row["rescued"] for row in rows) / sum(row["output_tokens"] for row in rows))
+
+
+def gain(pairs: Sequence[tuple[Row, Row]]) -> float:
+    return pace([own for _, own in pairs]) - pace([base for base, _ in pairs])
+
+
+def better(pairs: Sequence[tuple[Row, Row]]) -> float:
+    return statistics.mean(own["right"] - base["right"] for base, own in pairs)
+
+
+def shown(interval: Interval, times: float = 1.0) -> str:
+    return "[{:.2f}, {:.2f}]".format(*(times * bound for bound in interval))
+
+
+def bootstrap(items: Sequence[Any], figure: Callable[[Sequence[Any]], float], draws: int = 2000) -> Interval:
+    """The 95 % interval of a figure over items that are drawn again."""
+    rng = random.Random(0)
+    found = sorted(figure(rng.choices(items, k=len(items))) for _ in range(draws))
+    return found[int(0.025 * draws)], found[int(0.975 * draws)]
+
+
+def wilson(right: int, count: int, z: float = 1.96) -> Interval:
+    """The 95 % interval of a share."""
+    middle, width = right + z * z / 2, z * math.sqrt(right * (count - right) / count + z * z / 4)
+    return (middle - width) / (count + z * z), (middle + width) / (count + z * z)
+
+
+if __name__ == "__main__":
+    main()

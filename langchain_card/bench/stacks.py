@@ -1,0 +1,93 @@
+"""Runs planned stacks for real: as planned, blocks pinned, draft and target in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from langchain_card import plugins
+from langchain_card.bench.plan import Case, Plan
+from langchain_card.bench.record import asked_as_user
+from langchain_card.config import EngineConfig, Pins
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+
+
+def configured(fields: Mapping[str, Any], case: Case, plan: Plan) -> EngineConfig:
+    """The engine of a planned stack.
+
+    Args:
+        fields: of the configuration, but for the models below the target.
+        case: what was planned with.
+        plan: the stack.
+    """
+    if not plan.blocks:
+        return EngineConfig(**{**fields, "draft_model": None})
+    draft, *lower = (case.names[level] for level in reversed(plan.levels[:-1]))
+    *blocks, block = plan.blocks
+    stack = tuple(_with_block(name, each) for name, each in zip(lower, reversed(blocks), strict=True))
+    pins = Pins(draft_width=1, lead=block, window=block + 1)
+    return EngineConfig(**{**fields, "draft_model": draft}, drafters=(), stack=stack, pins=pins)
+
+
+def _with_block(name: str, block: int) -> str:
+    bare, _ = plugins.take_option(name, "block")
+    return f"{bare}{'&' if '?' in bare else '?'}block={block}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How many times as fast as plain decoding: the mean over texts, and its bootstrapped bounds (95 %)."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float], draws: int = 4000) -> Measured:
+        """From a ratio a text."""
+        rng = random.Random(0)
+        means = sorted(statistics.mean(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+        return cls(statistics.mean(ratios), means[int(0.025 * draws)], means[int(0.975 * draws)])
+
+
+def times_plain(
+    fields: Mapping[str, Any], case: Case, plans: Sequence[Plan], texts: Sequence[str], max_tokens: int
+) -> list[Measured]:
+    """Speeds of stacks after the first token, over that of plain decoding; the order changes with each text."""
+    seconds: list[list[float]] = []
+    with contextlib.ExitStack() as held:
+        configs = [configured(fields, case, plan) for plan in (Plan(0.0, (case.target,)), *plans)]
+        engines = [held.enter_context(Engine(config)) for config in configs]
+        params = SamplingParams(max_tokens=max_tokens, schedule="sequential")
+        for engine in engines:  # what is loaded and compiled at the first step
+            engine.submit(asked_as_user(engine, texts[0]), replace(params, max_tokens=8)).result()
+        for number, text in enumerate(texts):
+            spent = [0.0] * len(engines)
+            for place in range(len(engines)):
+                i = (place + number) % len(engines)
+                stats = engines[i].submit(asked_as_user(engines[i], text), params).result().stats
+                spent[i] = (stats.ended - stats.first_token) / max(1, stats.output_tokens - 1)
+            seconds.append(spent)
+    return [Measured.of([row[0] / row[i] for row in seconds]) for i in range(1, len(engines))]
+
+
+def verdict(measured: Mapping[str, Measured]) -> str:
+    """What measuring says, in a sentence.
+
+    Args:
+        measured: by what was run; plain decoding is 1.
+    """
+    best = max(measured, key=lambda name: measured[name].mean)
+    if measured[best].high < 1.0:
+        return "Do not speculate: plain decoding is the fastest here."
+    level = [name for name, each in measured.items() if name != best and each.high > measured[best].low]
+    if measured[best].low <= 1.0:
+        level.append("plain decoding")
+    if level:
+        return f"The fastest: {best}; but too close to tell from {' and '.join(level)} with so few prompts."
+    return f"The fastest: {best}."

@@ -1,0 +1,135 @@
+"""`langchain-card plan`: which stack of drafters is the fastest here, or none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from langchain_card.bench.levels import Levels
+    from langchain_card.bench.plan import Case, Plan
+    from langchain_card.bench.stacks import Measured
+
+
+def register(subparsers: Any) -> None:
+    """Add `plan`."""
+    from langchain_card.cli.fields import add_engine_fields
+
+    parser = subparsers.add_parser("plan", help="find the fastest stack of drafters, or that none pays")
+    add_engine_fields(parser)
+    lower = "a drafter below the draft model, from the top; may be repeated (a model, or the last one ngram)"
+    parser.add_argument("--lower", action="append", default=[], metavar="NAME", help=lower)
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="what to ask: JSON lines (own prompts)")
+    parser.add_argument("--count", type=int, default=8, help="prompts (8)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="plan from figures; nothing is loaded or measured")
+    parser.add_argument("--no-measure", action="store_true", help="only predict; do not run what was picked")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the levels, plan, and measure what was planned."""
+    from langchain_card.bench.levels import read_levels
+    from langchain_card.bench.plan import stacks
+    from langchain_card.checks import check_range
+    from langchain_card.errors import InvalidInputError
+
+    check_range("--count", args.count, 1, 100_000)
+    check_range("--max-tokens", args.max_tokens, 16, 100_000)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise InvalidInputError("--json", str(args.json), "its folder does not exist", f"mkdir -p {args.json.parent}")
+    if args.acceptance != "exact":
+        raise InvalidInputError("--acceptance", args.acceptance, "is lossy: plans are for the exact rule", "leave it out")
+    levels = read_levels(args.costs) if args.costs is not None else _measure_levels(args)
+    case = levels.case()
+    every = stacks(case)
+    plain = next(plan for plan in every if len(plan.levels) == 1)
+    _say_agreement(levels)
+    print('\npredicted, times plain decoding, draft and target in turns (schedule="sequential"):')
+    for plan in every:
+        print(f"  {plain.seconds / plan.seconds:5.2f}  {describe(case, plan)}")
+    _say_choice(case, every)
+    measured = {} if args.costs is not None or args.no_measure else _run_stacks(args, case, every)
+    if args.json is not None:
+        rows = [
+            {
+                "stack": [case.names[level] for level in plan.levels],
+                "blocks": plan.blocks,
+                "predicted": plain.seconds / plan.seconds,
+                "measured": vars(measured[plan.levels]) if plan.levels in measured else None,
+                "picked": plan is every[0],
+            }
+            for plan in every
+        ]
+        args.json.write_text(json.dumps({"inputs": levels.to_json(), "stacks": rows}, indent=1) + "\n")
+        print(f"all figures are in {args.json}")
+    return 0
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    from langchain_card.bench.prompts import OWN, load
+
+    return load(args.prompts or OWN, args.count)
+
+
+def _measure_levels(args: argparse.Namespace) -> Levels:
+    from langchain_card.bench.levels import measure
+    from langchain_card.cli.fields import engine_fields
+    from langchain_card.config import EngineConfig
+
+    config = EngineConfig(**engine_fields(args), stack=tuple(args.lower))
+    return measure(config, _texts(args), args.max_tokens, lambda line: print(line, flush=True))
+
+
+def describe(case: Case, plan: Plan) -> str:
+    """A stack in words, from the target down."""
+    names = [case.names[level] for level in reversed(plan.levels)]
+    if not plan.blocks:
+        return f"{names[0]} alone"
+    asked = [f"asks {name} for {block}" for name, block in zip(names[1:], reversed(plan.blocks), strict=True)]
+    return f"{names[0]} {', which '.join(asked)}"
+
+
+def _say_agreement(levels: Levels) -> None:
+    print("\nof a block, the chance that the first 1, 2, 4 and 8 candidates are all taken:")
+    for (low, up), edge in levels.edges.items():
+        chances = ", ".join(f"{edge.reach[k]:.2f}" for k in (0, 1, 3, 7))
+        print(f"  {levels.names[up]} takes from {levels.names[low]}: {chances}")
+
+
+def _say_choice(case: Case, every: list[Plan]) -> None:
+    picked = every[0]
+    if len(picked.levels) == 1:
+        print("\nAs predicted, do not speculate: plain decoding is the fastest here.")
+        return
+    print(f"\nFastest as predicted: {describe(case, picked)}.")
+    if len(picked.levels) == 2 and any(len(plan.levels) > 2 for plan in every):
+        print("No middle level pays, as predicted: what it saves is less than what its passes cost.")
+
+
+def _run_stacks(args: argparse.Namespace, case: Case, every: list[Plan]) -> dict[tuple[int, ...], Measured]:
+    """Plain, the best stack with one drafter and the best with more, on the prompts in turns."""
+    from langchain_card.bench.stacks import configured, times_plain, verdict
+    from langchain_card.cli.fields import engine_fields
+
+    best = {len(plan.levels) > 2: plan for plan in reversed(every) if len(plan.levels) > 1}
+    tried, fields = [*best.values()], engine_fields(args)
+    if not tried:
+        return {}
+    plain = next(plan for plan in every if len(plan.levels) == 1)
+    print(f"\nmeasuring {len(tried)} of them and plain decoding, in turns ...", flush=True)
+    found = times_plain(fields, case, tried, _texts(args), args.max_tokens)
+    print("times plain decoding, predicted and measured (95 % of the means of such prompts):")
+    for plan, seen in zip(tried, found, strict=True):
+        shown = f"{seen.mean:5.2f} ({seen.low:.2f} to {seen.high:.2f})"
+        print(f"  {plain.seconds / plan.seconds:5.2f}  {shown}  {describe(case, plan)}")
+    print(verdict({describe(case, plan): seen for plan, seen in zip(tried, found, strict=True)}))
+    print("as run, for a configuration of your own:")
+    for plan in tried:
+        config = configured(fields, case, plan)
+        own = ("draft_model", "drafters", "stack", "pins")
+        print("  " + ", ".join(f"{name}={getattr(config, name)!r}" for name in own))
+    return {plan.levels: seen for plan, seen in zip(tried, found, strict=True)}

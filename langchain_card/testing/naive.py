@@ -1,0 +1,108 @@
+"""The reference for ever: one token at a time over transformers, nothing of ours but the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from langchain_card.core.request import SamplingParams
+from langchain_card.runtime.sampling import gumbel_noise
+
+Forward = Callable[[list[int]], Tensor]
+"""All tokens so far -> logits [vocabulary] after the last. The first call brings the prompt, each later one a token."""
+
+
+@dataclass
+class Answer:
+    """One, and how it came about.
+
+    Attributes:
+        token_ids: of the answer.
+        gaps: for each token, between the two best processed scores, by the range of the logits.
+        logits: for each token, [vocabulary].
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def load(folder: str, dtype: torch.dtype) -> Any:
+    """A model of transformers, as it comes."""
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped products know no float64
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts).eval()
+    assert model.config._attn_implementation in ("sdpa", "eager")  # eager where scores are capped
+    return model
+
+
+def reading(model: Any) -> Forward:
+    """With transformers' own cache."""
+    cache = None
+
+    @torch.inference_mode()
+    def forward(token_ids: list[int]) -> Tensor:
+        nonlocal cache
+        new = token_ids if cache is None else token_ids[-1:]
+        out = model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+    return forward
+
+
+@torch.inference_mode()
+def process(logits: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> Tensor:
+    """Penalties, bias, bans, temperature, top-k, top-p, min-p: [vocabulary] -> float64 [vocabulary]."""
+    token_ids, scores = torch.tensor([[*prompt_ids, *output_ids]]), logits.double()[None]
+    if params.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(token_ids, scores)
+    for token in set(output_ids):
+        scores[0, token] -= params.presence_penalty + params.frequency_penalty * output_ids.count(token)
+    for token, bias in params.logit_bias:
+        scores[0, token] += bias
+    if params.banned_ids:
+        scores = SuppressTokensLogitsProcessor(params.banned_ids)(token_ids, scores)
+    warpers = LogitsProcessorList()
+    if params.temperature > 0:
+        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_k:
+            warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            warpers.append(TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            warpers.append(MinPLogitsWarper(params.min_p))
+    processed: Tensor = warpers(token_ids, scores)[0]
+    return processed
+
+
+def generate(
+    forward: Forward, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int] = ()
+) -> Answer:
+    """One answer, token by token."""
+    answer = Answer()
+    while len(answer.token_ids) < params.max_tokens and not set(answer.token_ids[-1:]) & set(eos_ids):
+        known = [*prompt_ids, *answer.token_ids]
+        logits = forward(known)
+        scores = process(logits, prompt_ids, answer.token_ids, params)
+        if params.temperature > 0:
+            scores = scores + gumbel_noise(params.seed, len(known), len(scores), scores.device)
+        best = scores.topk(2)
+        answer.gaps.append(((best.values[0] - best.values[1]) / (logits.max() - logits.min())).item())
+        answer.token_ids.append(int(best.indices[0]))
+        answer.logits.append(logits)
+    return answer
