@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_plugins_page import FILES
 
+from langchain_card.core import coordinator, walk
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, RequestStats
 from langchain_card.core.sources import SourceState
@@ -199,14 +200,12 @@ class Suite(DrafterConformance):
 def test_a_lax_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first candidate of each window is committed, whatever the target chose."""
 
-    walk = ExactRule.walk
-
-    def lax(rule: ExactRule, window: Any, verdict: Any, request: Any) -> tuple[list[int], list[int]]:
+    def lax(rule: ExactRule, window: Any, verdict: Any, request: Any) -> tuple[list[int], list[int], bool]:
         if len(window.token_ids) == 1:
-            return walk(rule, window, verdict, request)
-        return [0, 1], [window.token_ids[1], verdict.target_ids[1]]
+            return walk.committed(rule, window, verdict, request)
+        return [0, 1], [window.token_ids[1], verdict.target_ids[1]], False
 
-    monkeypatch.setattr(ExactRule, "walk", lax)
+    monkeypatch.setattr(coordinator, "committed", lax)
     with pytest.raises(AssertionError, match="the target's own is"):
         Suite().test_every_answer_is_the_targets_own(asked.ARCHS[0])
     with pytest.raises(AssertionError, match="chi-square"):

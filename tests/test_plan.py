@@ -7,14 +7,16 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 
-from langchain_card.bench.plan import Case, Edge, Plan, best_plans, choose, refined, stacks
+from langchain_card.bench.plan import Case, Edge, Plan, best_plans, refined, stacks
+from langchain_card.bench.stacks import Measured, verdict
 from langchain_card.cli import main
-from langchain_card.config import Limits, Pins
+from langchain_card.config import EngineConfig, Limits, Pins
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.stacked import Below
@@ -65,6 +67,31 @@ def test_planner_equals_brute_force() -> None:
         assert (got[0].levels, got[0].blocks) == wanted[0][1:] or wanted[1][0] == pytest.approx(wanted[0][0], rel=1e-9)
         kinds.add(len(got[0].levels))
     assert kinds >= {1, 2, 3, 4}, "some speculate, some do not, some have several levels"
+
+
+def test_the_choice_is_the_best_of_all_by_whole_steps() -> None:
+    """What is counted is what the engine does, and blocks are looked for by the formula: that costs little."""
+    worse = []
+    for seed in range(0, 60, 2):
+        case = replace(random_case(seed), max_block=4)
+        every = [refined(case, Plan(0.0, levels, blocks)) for _, levels, blocks in brute_force(case)]
+        worse.append(stacks(case)[0].seconds / min(every).seconds)
+    assert min(worse) > 1 - 1e-9 and max(worse) < 1.03
+    assert sum(each < 1.0001 for each in worse) > 0.9 * len(worse)
+
+
+def test_the_verdict_is_what_was_measured() -> None:
+    slow, fast, faster = Measured(0.8, 0.7, 0.9), Measured(1.5, 1.4, 1.6), Measured(1.8, 1.7, 1.9)
+    assert verdict({"a": slow}).startswith("Do not speculate")
+    assert verdict({"a": fast, "b": faster}) == "The fastest: b."
+    assert "too close to tell from a " in verdict({"a": replace(fast, high=1.75), "b": faster})
+    assert "from plain decoding" in verdict({"a": Measured(1.1, 0.9, 1.3)})
+
+
+def test_intervals_hold_the_mean() -> None:
+    seen = Measured.of([0.9, 1.0, 1.1, 1.2, 1.8])
+    assert seen.low < seen.mean == pytest.approx(1.2) and 1.2 < seen.high < 1.8
+    assert Measured.of([1.5, 1.5]) == Measured(1.5, 1.5, 1.5)
 
 
 class Chain:
@@ -133,9 +160,9 @@ def test_figures_come_true_on_a_virtual_clock(
 def test_it_says_when_nothing_pays() -> None:
     for cost, chance in ((0.9, 0.5), (1.0, 0.99)):
         case = Case(["draft", "target"], [rising(cost, 0.0), rising(1.0, 0.0)], {(0, 1): Edge.of(chance)})
-        assert choose(case).levels == (1,) and stacks(case)[0].levels == (1,)
+        assert stacks(case)[0].levels == (1,)
     case = Case(["draft", "target"], [rising(0.9, 0.0), rising(1.0, 0.0)], {(0, 1): Edge.of(0.99)})
-    assert choose(case).levels == (0, 1)
+    assert stacks(case)[0].levels == (0, 1)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -153,7 +180,11 @@ def test_the_command_measures_plans_and_measures_again(tmp_path: Path, capsys: p
     assert {tuple(row["stack"]) for row in found["stacks"]} == {
         (target,), (draft, target), ("ngram", target), ("ngram", draft, target)
     }  # fmt: skip
-    assert sum(row["measured"] is not None for row in found["stacks"]) >= 2
+    measured = [row["measured"] for row in found["stacks"] if row["measured"] is not None]
+    assert len(measured) == 2 and all(each["low"] <= each["mean"] <= each["high"] for each in measured)
+    assert any(verdict in said for verdict in ("The fastest: ", "Do not speculate: "))
+    copied = said[said.index("as run") :].splitlines()[1]
+    assert isinstance(eval(f"EngineConfig({copied})", {"EngineConfig": EngineConfig, "Pins": Pins}), EngineConfig)
     assert main(["plan", "--costs", str(tmp_path / "plan.json")]) == 0, "planned again from its own figures"
     again = capsys.readouterr().out
     assert (
@@ -183,7 +214,7 @@ def test_the_command_plans_from_figures(tmp_path: Path, capsys: pytest.CaptureFi
     rows[2]["seconds"] = {"1": 1.0, "9": 9.0}
     file.write_text(json.dumps({"levels": rows, "edges": edges}))
     assert main(["plan", "--costs", str(file)]) == 0
-    assert "Do not speculate" in capsys.readouterr().out
+    assert "As predicted, do not speculate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -211,6 +242,8 @@ def test_figures_that_cannot_be_read_are_named(
 
 def test_the_command_looks_before_it_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--count", "0"]) == 2
+    assert main(["plan", "--acceptance", "loose"]) == 2
+    assert "lossy" in capsys.readouterr().err
     assert main(["plan", "--json", "nowhere/plan.json"]) == 2
     assert "mkdir -p nowhere" in capsys.readouterr().err
     assert main(["plan", "--draft-model", "ngram", "--lower", "smollm2-135m"]) == 2

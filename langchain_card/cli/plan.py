@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.parent.is_dir():
         raise InvalidInputError("--json", str(args.json), "its folder does not exist", f"mkdir -p {args.json.parent}")
     if args.acceptance != "exact":
-        raise InvalidInputError("--acceptance", args.acceptance, "is lossy: plans are for the exact rule", "leave it out")
+        limit = "is lossy: plans are for the exact rule"
+        raise InvalidInputError("--acceptance", args.acceptance, limit, "leave it out")
     levels = read_levels(args.costs) if args.costs is not None else _measure_levels(args)
     case = levels.case()
     every = stacks(case)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
+from langchain_card.core.sources import well_typed
 from langchain_card.engine.watch import StepWatch
 from langchain_card.errors import is_out_of_memory
 from langchain_card.ports import Budget, DraftCommand, Drafter, Health
@@ -47,6 +48,7 @@ class DraftWorker:
         self.leave: dict[int, tuple[int, ...]] = {}
         self.min_chance: dict[int, float] = {}
         self._unread: dict[int, int] = {}  # tokens that the request's first step reads
+        self._applied: dict[int, int] = {}  # output tokens that the drafter was told
         self._watch = StepWatch(time.monotonic)
 
     def handle(self, command: DraftCommand) -> None:
@@ -70,15 +72,17 @@ class DraftWorker:
             case Begin(_, request):
                 self.begun[request.request_id], self.leave[request.request_id] = command, ()
                 self._unread[request.request_id] = len(request.prompt_ids) + len(command.output_ids)
+                self._applied[request.request_id] = len(command.output_ids)
                 self.drafter.begin(request, command.output_ids)
             case Correct(_, request_id, start, token_ids) if request_id in self.begun:
                 self.leave[request_id] = ()
+                self._applied[request_id] = start + len(token_ids)
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
                 self.leave[request_id] += widths
                 self.min_chance[request_id] = command.min_chance
             case End(_, request_id) if request_id in self.begun:
-                del self.leave[request_id], self.begun[request_id]
+                del self.leave[request_id], self.begun[request_id], self._applied[request_id]
                 self._unread.pop(request_id, None)
                 self.min_chance.pop(request_id, None)
                 self.drafter.end(request_id)
@@ -105,7 +109,8 @@ class DraftWorker:
         size = sum(budget.width + self._unread.pop(budget.request_id, 0) for budget in budgets)
         try:
             with self._watch.step(size):
-                return self.drafter.step(budgets)
+                said = self.drafter.step(budgets)
+            return [*said, *self._unanswered(budgets, said)]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -113,6 +118,12 @@ class DraftWorker:
                 self.leave[budget.request_id] = ()
             self._report_out_of_memory(tuple(budget.request_id for budget in budgets))
             return []
+
+    def _unanswered(self, budgets: Sequence[Budget], said: Sequence[Proposal]) -> list[Proposal]:
+        """Empty proposals for the steps that the drafter did not answer in a way that can be read: who asked waits."""
+        answers = {(p.request_id, p.applied_len) for p in said if well_typed(p)}
+        wanted = [(budget.request_id, self._applied[budget.request_id]) for budget in budgets]
+        return [_nothing(self.drafter.name, *each) for each in wanted if each not in answers]
 
     def health(self) -> Health:
         """Whether its step takes no longer than it should; asked from any thread."""
@@ -127,3 +138,9 @@ class DraftWorker:
                 self.drafter.close()
             except Exception:
                 log.exception("a drafter could not be closed")
+
+
+def _nothing(source: str, request_id: int, applied_len: int) -> Proposal:
+    return Proposal(
+        source, request_id, epoch=0, root=0, applied_len=applied_len, first=1, parents=(), token_ids=(), scores=()
+    )

@@ -108,8 +108,7 @@ def _roots(liar: Lying, p: Proposal) -> list[Proposal]:
 
 
 def _lengths(liar: Lying, p: Proposal) -> list[Proposal]:
-    """The true one at last: a step that seems unanswered is waited for."""
-    return [replace(p, applied_len=max(0, p.applied_len + n)) for n in (-1, 1, 10**9, 0)]
+    return [replace(p, applied_len=max(0, p.applied_len + n)) for n in (-1, 1, 10**9)]
 
 
 def _epochs(liar: Lying, p: Proposal) -> list[Proposal]:
