@@ -128,3 +128,23 @@ def test_what_is_dropped_is_not_half_applied() -> None:
     assert applied == ["begins", "ends"]
     assert mailbox.take(wait=False) == m.End("toy", 1)
     applying.join()
+
+
+class Mumbling(Watched):
+    """What it says of request 0 cannot be read; of request 1 it says nothing."""
+
+    def step(self, budgets: Sequence[Budget]) -> list[m.Proposal]:
+        odd = m.Proposal("toy", 0, 0, 0, 3, 1, (0,), ("x",), (-0.1,))  # type: ignore[arg-type]
+        return [odd for budget in budgets if budget.request_id == 0]
+
+
+def test_who_waits_for_a_step_hears_that_it_brought_nothing() -> None:
+    heard = list[m.Proposal]()
+    worker = DraftWorker(Mumbling(), heard.append, lambda request_ids: None)
+    for request_id in (0, 1):
+        worker.handle(begin(request_id))
+        worker.handle(m.Correct("toy", request_id, 0, (5, 6, 7)))
+        worker.handle(m.Grow("toy", request_id, (1, 1)))
+    assert worker.step() and not worker.step(), "what cannot grow is not asked again before the next correction"
+    said = [(each.request_id, each.applied_len, each.token_ids) for each in heard]
+    assert said == [(0, 3, ("x",)), (0, 3, ()), (1, 3, ())]
