@@ -16,6 +16,7 @@ from langchain_card.config import Limits
 from langchain_card.core.messages import Begin, Correct, Emit, End, Grow, Proposal, Verdict, Window
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.core.walk import AcceptanceRule as AcceptanceRule
+from langchain_card.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +62,8 @@ class Drafter(Protocol):
             taken on a thread of its own where they are not.
         trusted: optional, of the class, False by default: whether a lossy rule may work with it.
         of_grammars: optional, of the class, False by default: whether it is asked for requests with a grammar only.
+        looks_ahead: optional, of the class, False by default: whether it obeys `Budget.ahead` and `Budget.whole`, so
+            that it may work below another one.
     """
 
     name: str
@@ -132,7 +135,7 @@ class Constraint(Protocol):
 
 
 def _unconstrained(grammar: str) -> Constraint:
-    raise NotImplementedError("grammars")
+    raise InvalidInputError("grammar", grammar, "is not known here", "work without: candidates cost speed at worst")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from langchain_card.constraints.json_schema import json_grammar
+from langchain_card.drafters.below import Below
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.drafters.ngram import NgramDrafter
-from langchain_card.drafters.stacked import Below
 from langchain_card.engine.drafts import SCRATCH
 from langchain_card.ports import Drafter, Setting
 from langchain_card.runtime.loader import ModelSpec, load_model

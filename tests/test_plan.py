@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import tiny
 
+from langchain_card.bench import levels
 from langchain_card.bench.plan import Case, Edge, Plan, best_plans, refined, stacks
 from langchain_card.bench.stacks import Measured, verdict
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Limits, Pins
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.stacked import Below
+from langchain_card.drafters.below import Below
 from langchain_card.testing import ToyDrafter, ToyTarget
 from langchain_card.testing.simulated import simulate
 
@@ -191,6 +192,19 @@ def test_the_command_measures_plans_and_measures_again(tmp_path: Path, capsys: p
         again[again.index("predicted, times") :].splitlines()[:6]
         == said[said.index("predicted, times") :].splitlines()[:6]
     )
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_answers_shorter_than_a_block_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is known then, and that is another thing than that nothing pays."""
+    target = tiny.make_target("llama", tmp_path / "target")
+    draft = tiny.make_draft(target, tmp_path / "draft", noise=0.08)
+    pair = ["--model", target, "--draft-model", draft, "--count", "1", "--max-tokens", "16"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(levels, "MOST", 17)
+        assert main(["plan", *pair]) == 2
+    error = capsys.readouterr().err
+    assert "none has 17 tokens, a block" in error and "Hint" in error
 
 
 def test_the_command_plans_from_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,14 +16,17 @@ from langchain_card import CARDChatModel, plugins
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, SamplingParams
+from langchain_card.drafters.below import Below
 from langchain_card.drafters.model import ModelDrafter
-from langchain_card.drafters.stacked import Below, likeliest
+from langchain_card.drafters.ngram import NgramDrafter
+from langchain_card.drafters.stacked import likeliest
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.engine import assembly
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError, InvalidInputError
 from langchain_card.ports import Budget, Setting
 from langchain_card.testing import FixedPolicy, ToyDrafter, ToyModel, invariants
+from langchain_card.testing.hostile import FAILURES, Failing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,7 +121,7 @@ LIES = {"root": 7, "first": 0, "parents": (5,), "token_ids": (10**9,), "scores":
 class Liar:
     """Says what no drafter should."""
 
-    name, paced = "liar", False
+    name, paced, looks_ahead = "liar", False, True
 
     def __init__(self, setting: Setting) -> None:
         self._lengths, self._asked = dict[int, int](), 0
@@ -164,6 +167,34 @@ def test_a_lower_drafter_that_lies_costs_rows_and_nothing_else(models: Models, m
             done = engine.submit(prompt_ids, params).result()
             assert done.token_ids == plain and done.stats.accepted > 0, lie
         assert all(health.state == "up" for health in engine.health().values())
+
+
+@pytest.mark.usefixtures("all_verified")
+@pytest.mark.parametrize("where", [*FAILURES])
+def test_a_lower_drafter_that_fails_is_left_out_alone(
+    models: Models, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The draft model above it lives on, with its one life."""
+    made, accepted = list[Failing](), 0
+
+    def failing(setting: Setting) -> Failing:
+        made.append(Failing(NgramDrafter(setting), where))
+        return made[-1]
+
+    failing.name, failing.paced, failing.looks_ahead = "failing", False, True  # type: ignore[attr-defined]
+    monkeypatch.setattr(plugins, "_registered", {("drafters", "failing"): failing})
+    prompt_ids, params = tiny.byte_tokenizer()(PROMPT).input_ids, SamplingParams(max_tokens=16)
+    with Engine(configured(models, "failing?block=6")) as engine:
+        plain = engine.submit(prompt_ids, replace(params, schedule="plain")).result().token_ids
+        for schedule in ("sequential", "parallel") * 4:
+            done = engine.submit(prompt_ids, replace(params, schedule=schedule)).result()
+            assert done.token_ids == plain
+            accepted += done.stats.accepted
+        assert accepted > 0, "the draft model works on"
+        assert all(health.state == "up" for health in engine.health().values())
+    died = [record.getMessage() for record in caplog.records if "died" in record.message]
+    assert len(died) == (where == "memory") * len(died) and len(made) == 1 + len(died)
+    assert any("below another one" in record.message for record in caplog.records) or where == "memory"
 
 
 def fresh(below: Below | None = None, *, slots: int = 12, top: float = 0.5) -> ToyDrafter:
@@ -239,6 +270,8 @@ def test_a_stack_that_cannot_be_is_refused(options: dict[str, Any], said: str) -
 def test_what_a_stack_names_is_looked_for(models: Models) -> None:
     with pytest.raises(InvalidInputError, match="option of stack ngram = 'tble'"):
         Engine(configured(models, "ngram?tble=5&block=3"))
+    with pytest.raises(InvalidInputError, match="stack = 'forced'.*beside the draft model"):
+        Engine(configured(models, "forced"))
     with pytest.raises(CARDError, match="'no-such-model': neither"):
         Engine(configured(models, "no-such-model"))
     assert [level.block for level in configured(models, "m", "m?block=2", "ngram").levels] == [4, 2, 8]

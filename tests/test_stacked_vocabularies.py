@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from exactness import Figures, compare
 from test_vocabulary import PAIR, SETTINGS, ask, make_pair, wanted_of
 from transformers import AutoTokenizer
 
+from langchain_card.bench.prompts import COPYING
+from langchain_card.cli import main
 from langchain_card.config import EngineConfig
 from langchain_card.core.policy import Policy
 from langchain_card.drafters.stacked import Block
@@ -52,6 +55,15 @@ def test_answers_are_the_targets_own(
     assert figures.different == 0 and all(figures.accepted[f"{name} sequential"] > 0 for name in SETTINGS)
     assert any(lost) == (order[1] == "other"), "it is asked for what follows tokens that it does not know"
     assert not [record for record in caplog.records if "died" in record.message]
+
+
+def test_what_compares_tokens_refuses_such_a_draft(
+    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["plan"], ["bench", "--prompts", str(COPYING), "--record", str(tmp_path / "traces.json")]):
+        assert main([*command, "--model", models["target"], "--draft-model", models["other"]]) == 2
+        error = capsys.readouterr().err
+        assert models["other"] in error and "another vocabulary" in error and "Hint" in error
 
 
 def test_what_is_shared_stays_so() -> None:

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 from langchain_card import plugins
 from langchain_card.bench.devices import check_curve, line, rising
 from langchain_card.bench.plan import MAX_BLOCK, Case, Edge
-from langchain_card.bench.record import along, asked_as_user, borrowed
+from langchain_card.bench.record import along, asked_as_user, borrowed, check_alike
 from langchain_card.bench.steps import CONTEXT, SIZES, Steps, curves
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.stacked import Below, Question
+from langchain_card.drafters.below import Below, Question
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Setting
@@ -130,8 +130,12 @@ def measure(config: EngineConfig, texts: Sequence[str], max_tokens: int, report:
     names = [*reversed([*own, *(level.spec for level in config.levels)]), config.model]
     models = [*reversed([pair.target, *([pair.draft] if pair.draft is not None else []), *pair.stack])]
     drafters = names[: len(names) - len(models)]
+    check_alike(pair)
     with Engine(config, pair=pair) as engine:  # has room for all of them
         answers = [_answer(engine, text, max_tokens) for text in texts]
+        if all(len(answer.token_ids) < MOST for answer in answers):
+            hint = "take prompts that have longer answers"
+            raise InvalidInputError("--prompts", f"{len(texts)} answers", f"none has {MOST} tokens, a block", hint)
         report(f"{len(texts)} answers, {sum(len(answer.token_ids) for answer in answers)} tokens")
         seconds: list[Curve] = [_ask_drafter(spec, config, pair, answers) for spec in drafters]
         for model in models:

@@ -14,7 +14,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.drafters.tree import NUM_CHILDREN
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
-from langchain_card.runtime.loader import ModelSpec, acquire_model, release_model, resolve
+from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model, resolve
 from langchain_card.runtime.runner import ModelRunner
 
 
@@ -57,6 +57,19 @@ def borrowed(spec: ModelSpec) -> Iterator[Any]:
         release_model(spec)
 
 
+def check_alike(pair: Pair) -> None:
+    """Refuses drafts with a vocabulary of their own: what they say is compared token by token.
+
+    Raises:
+        InvalidInputError: there is one.
+    """
+    for spec, vocabulary in zip((pair.draft, *pair.stack), pair.vocabularies):  # noqa: B905 - none without a draft
+        if spec is not None and vocabulary is not None:
+            limit = f"has another vocabulary than {pair.target.name}, so that it cannot be compared token by token"
+            hint = "langchain-card chat --demo shows what this pair gains"
+            raise InvalidInputError("draft_model", spec.name, limit, hint)
+
+
 def asked_as_user(engine: Engine, text: str) -> tuple[int, ...]:
     """The prompt of a conversation that begins with this text."""
     message = [{"role": "user", "content": text}]
@@ -78,6 +91,7 @@ def record_all(
     pair = resolve(config)
     if pair.draft is None:
         raise InvalidInputError("draft_model", config.draft_model, "must be a model", "prompt lookup needs no record")
+    check_alike(pair)
     with Engine(config, pair=pair) as engine, borrowed(pair.draft) as model:
         draft = ModelRunner(model, max_len=engine.max_model_len, num_scratch=16)
         for number, text in enumerate(texts, start=1):

@@ -47,7 +47,7 @@ class SamplingParams:
             `max_tokens`, and its end is written in time.
         logprobs: report the chosen token's log-probability and so many of the likeliest tokens'; None for nothing.
         tenant: whose texts may be drafted from, or their keys and values taken over, and who may do so with this one's;
-            changes nothing but speed.
+            changes nothing but speed under the exact rule.
     """
 
     max_tokens: int = 512

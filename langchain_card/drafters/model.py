@@ -23,7 +23,8 @@ from torch import Tensor
 
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
-from langchain_card.drafters.stacked import Below, Block, query
+from langchain_card.drafters.below import Below
+from langchain_card.drafters.stacked import Block, query
 from langchain_card.drafters.tree import MIN_CHANCE, NUM_CHILDREN, DraftTree
 from langchain_card.ports import Budget, Constraint
 from langchain_card.runtime.guide import Guide
@@ -106,6 +107,7 @@ class ModelDrafter:
     name = "model"
     paced = True
     trusted = True
+    looks_ahead = True
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class ModelDrafter:
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new of the answer's tokens."""
         if self._below is not None:
-            self._below.drafter.correct(request_id, start, token_ids)
+            self._below.correct(request_id, start, token_ids)
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
@@ -162,6 +164,7 @@ class ModelDrafter:
         parts = [self._plan(budget, self._sequences[budget.request_id]) for budget in known]
         started = time.perf_counter()
         _, reading = query([part.block for part in parts], self._below, self._says)
+        reading = min(reading, time.perf_counter() - started)
         working = [part for part in parts if part.block.heads]
         if working:
             self._expand(working, self._forward(working))
@@ -174,7 +177,7 @@ class ModelDrafter:
     def end(self, request_id: int) -> None:
         """Frees the sequence."""
         if self._below is not None:
-            self._below.drafter.end(request_id)
+            self._below.end(request_id)
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None and sequence.cache is not None:
             self._runner.close(sequence.cache)
@@ -184,7 +187,7 @@ class ModelDrafter:
         for request_id in list(self._sequences):
             self.end(request_id)
         if self._below is not None:
-            self._below.drafter.close()
+            self._below.close()
 
     def _plan(self, budget: Budget, sequence: _Sequence) -> _Part:
         """What to forward for a request; a text that is much longer than a step is read at once."""

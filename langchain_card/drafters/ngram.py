@@ -60,6 +60,7 @@ class NgramDrafter:
     name = "ngram"
     paced = False
     trusted = True
+    looks_ahead = True
 
     def __init__(self, setting: Setting, *, table: str = "", max_nodes: int = 16, min_chance: float = 0.08) -> None:
         check_range("max_nodes", max_nodes, 1, 1024)

@@ -11,121 +11,21 @@ as `Budget.ahead`, and what was committed as ever. So nothing is rolled back, an
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.messages import Proposal
-from langchain_card.core.request import Request
-from langchain_card.core.sources import SourceState
+from langchain_card.drafters.below import Below, Guess, Heard, Question, Says
 from langchain_card.drafters.tree import HELD_BACK, MAX_NODES, DraftTree
-from langchain_card.ports import Budget, Drafter
-
-MAX_HEARD = 512
-"""Candidates of a lower drafter that one question takes in."""
+from langchain_card.ports import Budget
 
 MAX_SAID = 64
 """Candidates that an answer to one holds."""
 
-Guess: TypeAlias = tuple[int, int]
-"""The row of its parent in a `Block`, and a token."""
-
-
-Says: TypeAlias = Callable[[int], bool]
-"""Whether a level has a token of the target's in its own vocabulary."""
-
 Read: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 """Tokens of the target's as a level reads them."""
-
-
-class Question(NamedTuple):
-    """What follows?
-
-    Attributes:
-        request_id: whose answer.
-        applied_len: its length.
-        ahead: tokens assumed to follow it.
-        room: candidates at most.
-    """
-
-    request_id: int
-    applied_len: int
-    ahead: tuple[int, ...]
-    room: int
-
-
-@dataclass(slots=True)
-class Heard:
-    """What a lower drafter says to one question, checked as the core checks what drafters say.
-
-    Attributes:
-        question: the question.
-        elapsed, reading: seconds that it took, as the drafter says.
-    """
-
-    question: Question
-    elapsed: float = 0.0
-    reading: float = 0.0
-    _tree: CandidateTree = field(default_factory=lambda: CandidateTree(0))  # its root: the last token ahead
-    _source: SourceState = field(default_factory=SourceState)
-
-    def hear(self, proposals: Sequence[Proposal], vocab_size: int) -> bool:
-        """Takes in what is for this question; whether to ask on: it brought something, and there is room for more."""
-        before = len(self._tree)
-        for proposal in proposals:
-            if (proposal.request_id, proposal.applied_len) != self.question[:2]:
-                continue
-            proposal = replace(proposal, applied_len=0)
-            if self._source.admit(proposal, self._tree, vocab_size):
-                self._source.enter(proposal, self._tree, MAX_HEARD)
-                self.elapsed += proposal.elapsed
-                self.reading += proposal.reading
-        return before < len(self._tree) and len(self._tree.best_chain(self.question.room)[0]) < self.question.room
-
-    def guesses(self, last: int, first: int, says: Says) -> list[Guess]:
-        """The likeliest candidates, parents first, to follow row `last`, in rows from `first` on.
-
-        Those that the drafter above cannot say are left out, with what follows them.
-        """
-        rows, found = {self._tree.root: last}, list[Guess]()
-        for node in self._tree.best_subtree(self.question.room)[0]:
-            parent, token = self._tree.parents[node], self._tree.tokens[node]
-            if parent in rows and says(token):
-                rows[node] = first + len(found)
-                found.append((rows[parent], token))
-        return found
-
-
-class Below:
-    """The level below a drafter.
-
-    Args:
-        drafter: any.
-        block: candidates that it is asked for at a time; it takes as many steps at most.
-        vocab_size: token ids at and above it are refused.
-    """
-
-    def __init__(self, drafter: Drafter, block: int, vocab_size: int = 2**31) -> None:
-        self.drafter, self.block, self._vocab_size = drafter, block, vocab_size
-        self._of_grammars = getattr(drafter, "of_grammars", False)
-
-    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """As to the drafter above."""
-        if request.params.grammar or not self._of_grammars:
-            self.drafter.begin(request, output_ids)
-
-    def ask(self, questions: Sequence[Question]) -> list[Heard]:
-        """What the drafter says to each of them; it takes its steps for all requests together."""
-        heard = [Heard(question) for question in questions]
-        open_ones = [one for one in heard if one.question.room > 0]
-        for _ in range(self.block):
-            if not open_ones:
-                break
-            asked = [one.question for one in open_ones]
-            proposals = self.drafter.step([Budget(q.request_id, ahead=q.ahead, whole=True) for q in asked])
-            open_ones = [one for one in open_ones if one.hear(proposals, self._vocab_size)]
-        return heard
 
 
 @dataclass(slots=True)
@@ -168,7 +68,8 @@ class Block:
         if node not in tree.children:
             heads = [node]
         elif node != tree.root:
-            heads = [each for each in likeliest(tree, node) if each not in tree.children][: budget.width]
+            leaves = (each for each in likeliest(tree, node) if each not in tree.children)
+            heads = [*itertools.islice(leaves, budget.width)]
         else:
             heads = tree.choose(budget.width, budget.min_chance)
         block = cls(tree, budget, heads, [*enumerate(assumed)], len(assumed), text)
@@ -263,7 +164,7 @@ class Block:
                 reading=reading,
             )
         node, unknown = tree.follow(() if self.lost else self.budget.ahead)
-        nodes = [] if self.lost or unknown else [each for each, _ in zip(likeliest(tree, node), range(MAX_SAID))]  # noqa: B905
+        nodes = [] if self.lost or unknown else [*itertools.islice(likeliest(tree, node), MAX_SAID)]
         number = {node: 0} | {each: i for i, each in enumerate(nodes, 1)}
         return Proposal(
             source=source,

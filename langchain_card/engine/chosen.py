@@ -24,12 +24,14 @@ class Chosen:
 
     Attributes:
         source: what the core sees of it.
+        looks_ahead: whether it may work below another one.
     """
 
     def __init__(self, spec: str, field: str, setting: Setting) -> None:
         self.spec, self._setting = spec, setting
         self._found = plugins.find("drafters", spec, field)
         self.source = source_of(self._found.factory)
+        self.looks_ahead: bool = getattr(self._found.factory, "looks_ahead", False)
         self._first: list[Drafter] = []
 
     def prepare(self) -> None:
@@ -72,6 +74,10 @@ def choose(config: EngineConfig, setting: Setting, held: contextlib.ExitStack) -
         beside.append(chosen)
     if config.stack and not config.levels[-1].is_model:
         below = Chosen(config.levels[-1].spec, "stack", setting)
+        if not below.looks_ahead:
+            limit = "says nothing of what follows tokens that are assumed, as it must below another drafter"
+            hint = f"drafters={(*config.drafters, below.spec)!r} has it work beside the draft model"
+            raise InvalidInputError("stack", below.spec, limit, hint)
     for chosen in (*beside, below) if below is not None else beside:
         held.callback(chosen.close)
         chosen.prepare()

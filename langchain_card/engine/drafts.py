@@ -17,8 +17,8 @@ from langchain_card import plugins
 from langchain_card.config import EngineConfig, Level, Limits
 from langchain_card.core.messages import Proposal
 from langchain_card.core.query import Source
+from langchain_card.drafters.below import Below
 from langchain_card.drafters.model import ModelDrafter
-from langchain_card.drafters.stacked import Below
 from langchain_card.engine.chosen import Chosen, source_of
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.errors import CARDError, DeviceError, InvalidInputError, ModelStoreError, is_out_of_memory
@@ -49,12 +49,15 @@ def needs_process(config: EngineConfig, pair: Pair) -> bool:
     Raises:
         InvalidInputError: it should have one, and msgspec is not installed.
     """
-    if pair.draft is None or config.draft_transport == "thread" or config.stack:
+    if pair.draft is None or config.draft_transport == "thread":
         return False
     if config.draft_transport == "process":
         return _check_process()
     devices = pair.target.device, pair.draft.device
     if devices[0] == devices[1] or any(device.type != "cuda" for device in devices):
+        return False
+    if config.stack:
+        log.info("the draft runs on a thread, with the drafters below it: a process has room for one drafter")
         return False
     if importlib.util.find_spec("msgspec") is not None:
         return True

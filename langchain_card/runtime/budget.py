@@ -82,7 +82,10 @@ def check_budget(
     parts = [ModelNeeds("target", pair.target, target_scratch)]
     if pair.draft is not None:
         parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
-    parts += [ModelNeeds(f"stack ({spec.name})", spec, draft_scratch) for spec in pair.stack]
+    parts += [ModelNeeds(f"stack {n} ({spec.name})", spec, draft_scratch) for n, spec in enumerate(pair.stack, 1)]
+    for before, part in enumerate(parts):
+        if any(part.spec == other.spec for other in parts[:before]):
+            part.weights = 0  # read once
     devices = dict.fromkeys(device for part in parts for device in part.shares)
     loads = [_Load(device, free(device), [part for part in parts if device in part.shares]) for device in devices]
     if num_seqs is None:
@@ -99,12 +102,12 @@ class ModelNeeds:
     """What one model takes of its device, in bytes.
 
     Args:
-        role: "target", "draft" or "stack (its name)".
+        role: "target", "draft" or "stack 1 (its name)".
         spec: of the model.
         scratch: unverified rows of a sequence.
 
     Attributes:
-        weights: parameters; 0 when the process holds them already. Buffers are small.
+        weights: parameters; 0 when the process holds them already, or another role reads them. Buffers are small.
         shares: by device, the parts of weights and of KV that lie there.
     """
 

@@ -11,6 +11,7 @@ import pytest
 
 from langchain_card import plugins
 from langchain_card.core.messages import Proposal
+from langchain_card.drafters.below import Below, Question
 from langchain_card.ports import Budget, Drafter, Setting
 from langchain_card.runtime import threads
 from langchain_card.testing import asked
@@ -34,12 +35,14 @@ class DrafterContract:
         factory: in its place a class, or what stands for one.
         grammar: that all requests obey (`SamplingParams.grammar`).
         learns: whether its scores change with what came true; then only tokens are compared, in any order.
+        remembers: requests that it learns from before its memory is full.
     """
 
     drafter: str = ""
     factory: Callable[..., Drafter] | None = None
     grammar: str = ""
     learns: bool = False
+    remembers: int = 0
 
     def make(self, setting: Setting) -> Drafter:
         """A fresh one; to be overridden where neither `drafter` nor `factory` can say it."""
@@ -167,22 +170,46 @@ class DrafterContract:
     def test_an_ended_request_holds_nothing(self) -> None:
         """The same requests again and again, under new numbers: what can be reached from it does not grow."""
         drafter, texts, numbers = self.fresh(), self.texts()[1:3], itertools.count(10_000)
-        sizes = []
-        for _ in range(4):
-            for text in texts * (ROUND // len(texts)):
-                again = Text(replace(text.request, request_id=next(numbers)), text.answer)
-                life = Life(drafter, again, VOCAB)
+
+        def ask(count: int) -> int:
+            for text in itertools.islice(itertools.cycle(texts), count):
+                life = Life(drafter, Text(replace(text.request, request_id=next(numbers)), text.answer), VOCAB)
                 life.step()
                 life.tell(3)
                 life.step()
                 life.end()
-            sizes.append(held(drafter))
+            return held(drafter)
+
+        ask(self.remembers)
+        sizes = [ask(ROUND) for _ in range(4)]
         grown = min(after - before for before, after in itertools.pairwise(sizes))
         assert grown < ROUND // 2, (
             f"{ROUND} requests began and ended, and it holds {grown} objects or entries more, each time again: "
-            "what it keeps for a request must go with end"
+            "what it keeps for a request must go with end; if it learns from so many, say how many: remembers = ..."
         )
         drafter.close()
+
+    def test_it_looks_ahead(self) -> None:
+        """One that says so says of tokens that are assumed what it says once they are told."""
+        for text, others in self._each_text():
+            drafter, told = self.fresh(), self.fresh()
+            if not getattr(drafter, "looks_ahead", False):
+                return  # it may not work below another one
+            for known, ahead in ((0, 1), (3, 2), (9, 5)):
+                said = []
+                for each, begun, assumed in ((drafter, known, ahead), (told, known + ahead, 0)):
+                    live(each, others, VOCAB)
+                    each.begin(text.request, text.answer[:begun])
+                    question = Question(text.request.request_id, begun, text.answer[begun : begun + assumed], 4)
+                    (heard,) = Below(each, 4, VOCAB).ask([question])
+                    said.append(sorted(heard.guesses(0, 1, lambda _: True)))
+                    each.end(text.request.request_id)
+                assert self.learns or said[0] == said[1], (
+                    f"{known} tokens told and {ahead} assumed: it says {said[0]}, but {said[1]} where all are told"
+                )
+                assert bool(said[0]) == bool(said[1])
+            drafter.close()
+            told.close()
 
     def _each_text(self) -> Iterator[tuple[Text, Sequence[Text]]]:
         """Texts, each with others that come before it."""

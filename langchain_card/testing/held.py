@@ -15,11 +15,12 @@ _SHARED = (types.ModuleType, type, types.CodeType, types.FrameType)
 
 
 def held(drafter: Any) -> int:
-    """Objects, entries of containers and numbers in tensors that a drafter and the globals of its module hold.
+    """Objects, entries of containers and numbers in tensors that a drafter, its classes and its module's globals hold.
 
     It is a count, not bytes: the same calls give the same number, whatever the allocator does.
     """
-    seen, count, todo = set[int](), 0, [drafter, vars(sys.modules[type(drafter).__module__])]
+    classes = [vars(each) for each in type(drafter).__mro__ if each is not object]
+    seen, count, todo = set[int](), 0, [drafter, *classes, vars(sys.modules[type(drafter).__module__])]
     while todo:
         one = todo.pop()
         if id(one) in seen or isinstance(one, _SHARED):

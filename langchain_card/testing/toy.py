@@ -12,7 +12,8 @@ from langchain_card.core.frontier import Frontier
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
 from langchain_card.core.policy import Leave, Load
 from langchain_card.core.request import Request
-from langchain_card.drafters.stacked import Below, Block, query
+from langchain_card.drafters.below import Below
+from langchain_card.drafters.stacked import Block, query
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.ports import Budget
 
@@ -181,7 +182,7 @@ class ToyDrafter:
         if (tree := self.trees.get(request_id)) is not None:
             tree.apply(start, token_ids)
         if self._below is not None:
-            self._below.drafter.correct(request_id, start, token_ids)
+            self._below.correct(request_id, start, token_ids)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """Expands the likeliest open nodes.
@@ -206,13 +207,13 @@ class ToyDrafter:
         """Frees a sequence."""
         self.trees.pop(request_id, None)
         if self._below is not None:
-            self._below.drafter.end(request_id)
+            self._below.end(request_id)
 
     def close(self) -> None:
         """Frees everything."""
         self.trees.clear()
         if self._below is not None:
-            self._below.drafter.close()
+            self._below.close()
 
     def _children(self, tree: DraftTree, way: Sequence[int]) -> tuple[list[int], list[float]]:
         found = self._script.candidates((*tree.prompt_ids, *tree.output_ids, *way), self._number)
