@@ -1,0 +1,78 @@
+"""Several drafters at once, on a virtual clock: n-grams, a draft model, both beside each other, one above the other.
+
+    python benchmarks/composite.py [--device NAME] [--draft-ms MS] [--traces DIR]
+
+Target and draft model replay recorded texts (`langchain-card bench --record`) with the step times of a measured device;
+the n-gram drafter, the coordinator and its controller are the real ones, and learn as they go from text to text. Each
+text is a tenant of its own: n-grams have nothing but its prompt and what was answered. Figures are speed over plain
+decoding, the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from langchain_card.bench.contest import CPU_SLOTS, controller
+from langchain_card.bench.contenders import Costs
+from langchain_card.bench.devices import Device, load_device
+from langchain_card.bench.traces import Trace, TraceScript, shipped
+from langchain_card.config import Limits
+from langchain_card.core.request import Request, SamplingParams
+from langchain_card.drafters.below import Below
+from langchain_card.drafters.ngram import NgramDrafter
+from langchain_card.ports import Setting
+from langchain_card.testing.simulated import Simulation
+from langchain_card.testing.toy import ToyDrafter, ToyTarget
+
+METHODS = {
+    "n-grams": (False, True, False),
+    "model": (True, False, False),
+    "both": (True, True, False),
+    "model above n-grams": (True, False, True),
+    "the same, and n-grams beside": (True, True, True),
+}
+"""Whether there is a draft model, n-grams beside it, n-grams below it."""
+
+BLOCK = 8
+"""Candidates that the draft model asks n-grams for at a time, as `stack=("ngram",)` has it."""
+
+
+def seconds(traces: list[Trace], device: Device, costs: Costs, model: bool, beside: bool, below: bool) -> float:
+    """Of all texts, one after the other."""
+    policy, limits, spent = controller(shared_device=True, limits=Limits()), Limits(), 0.0
+    ngrams = [NgramDrafter(Setting(limits=limits)) for _ in range(2)]
+    for number, trace in enumerate(traces):
+        script, drafter = TraceScript(trace, traces), None
+        if model:
+            level = Below(ngrams[1], BLOCK) if below else None
+            drafter = ToyDrafter(script, step_time=costs.draft, num_slots=CPU_SLOTS, below=level)
+        simulation = Simulation(
+            ToyTarget(script, costs.target), drafter, policy, limits, device.slowdown, ngrams[:1] if beside else ()
+        )
+        params = SamplingParams(max_tokens=len(trace.token_ids), tenant=str(number))
+        (answer,) = simulation.run([Request(number, trace.prompt_ids, params)])
+        assert tuple(answer.token_ids) == trace.token_ids, "a simulated answer is not the recorded one"
+        spent += simulation.now
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="step times: a name or a file")
+    parser.add_argument("--draft-ms", type=float, default=43.0, help="of a draft step: 43, of the draft in four bits")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="traces of your own")
+    args = parser.parse_args()
+    device, kinds = load_device(args.device), shipped(args.traces)
+    costs = device.costs(1e3 * device.costs().target(1) / args.draft_ms)
+    print(f"{'':30}" + "".join(f"{kind:>8}" for kind in kinds))
+    for name, parts in METHODS.items():
+        found = []
+        for traces in kinds.values():
+            tokens = sum(len(trace.token_ids) for trace in traces)
+            found.append(tokens * costs.target(1) / seconds(traces, device, costs, *parts))
+        print(f"{name:30}" + "".join(f"{speedup:8.2f}" for speedup in found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
