@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -82,14 +83,15 @@ def test_explorer_replays_what_it_saw() -> None:
 
 def test_explorer_names_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     """A violation carries the actions that lead there, and they lead there again."""
-    wrong = lambda rule, window, verdict, request: ([0], [verdict.target_ids[0] + 1])  # noqa: E731
-    monkeypatch.setattr("langchain_card.core.walk.ExactRule.walk", wrong)
+    wrong = lambda rule, window, verdict, request: ([0], [verdict.target_ids[0] + 1], False)  # noqa: E731
+    monkeypatch.setattr("langchain_card.core.coordinator.committed", wrong)
     with pytest.raises(
         Violation, match=r"not the target's \(scope 'draining', seed 3\); replay with actions = \["
     ) as seen:
         run(scopes.named("draining"), RandomChooser(3), seed=3)
     with pytest.raises(AssertionError, match="not the target's"):
         replay(seen.value.scope, seen.value.actions)
+    assert str(pickle.loads(pickle.dumps(seen.value))) == str(seen.value), "so it comes out of a process"
 
 
 def test_explorer_sees_a_state_from_which_no_end_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 from packages import install
+
+from langchain_card import plugins
+from langchain_card.config import EngineConfig
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/plugins.md").read_text()
@@ -42,7 +48,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
 
 
 def test_the_example_is_short() -> None:
-    assert {*FILES} == {"echoing.py", "pyproject.toml", "use.py", "test_echo.py"}
+    assert {*FILES} == {"echoing.py", "pyproject.toml", "use.py", "test_echo.py", "calm.py"}
     assert len([line for line in FILES["echoing.py"].splitlines() if line.strip()]) <= 40
 
 
@@ -57,3 +63,20 @@ def test_it_is_used_by_its_name(package: Path, tmp_path: Path) -> None:
 def test_it_passes_its_own_test(package: Path) -> None:
     said = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_echo.py")
     assert re.search(r"\b4\d passed, 1 skipped", said), said
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_its_steering_steers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token that the target would have said first is not said, and a draft changes nothing about it."""
+    page: dict[str, Any] = {}
+    exec(FILES["calm.py"], page)
+    monkeypatch.setattr(plugins, "_registered", {("steering", "calm"): page["Calm"]})
+    target = tiny.make_target("llama", tmp_path / "target")
+    draft, prompt_ids = tiny.make_draft(target, tmp_path / "draft", noise=0.02), tiny.byte_tokenizer()("abc").input_ids
+    params = SamplingParams(max_tokens=12, logit_bias=((tiny.byte_tokenizer()("!").input_ids[0], 50.0),))
+    said = []
+    for options in ({"draft_model": None}, {"draft_model": None, "steering": "calm"}, {"steering": 'calm?words=["!"]'}):
+        with Engine(EngineConfig(target, **{"draft_model": draft, "dtype": "float64", **options})) as engine:
+            said.append(engine.submit(prompt_ids, params).result())
+    assert "!" in said[0].text and "!" not in said[1].text
+    assert said[1].token_ids == said[2].token_ids

@@ -270,7 +270,7 @@ def test_a_stack_that_cannot_be_is_refused(options: dict[str, Any], said: str) -
 def test_what_a_stack_names_is_looked_for(models: Models) -> None:
     with pytest.raises(InvalidInputError, match="option of stack ngram = 'tble'"):
         Engine(configured(models, "ngram?tble=5&block=3"))
-    with pytest.raises(InvalidInputError, match="stack = 'forced'.*beside the draft model"):
+    with pytest.raises(InvalidInputError, match=r"stack = 'forced'.*beside the draft model"):
         Engine(configured(models, "forced"))
     with pytest.raises(CARDError, match="'no-such-model': neither"):
         Engine(configured(models, "no-such-model"))

@@ -30,6 +30,7 @@ class DraftWorker:
         begun: the `Begin` in force of every open request, by id.
         leave: widths of the steps that may still be taken, by request id.
         min_chance: what the nodes that they expand must have, by request id.
+        applied: output tokens that the drafter was told, by request id.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DraftWorker:
         self.leave: dict[int, tuple[int, ...]] = {}
         self.min_chance: dict[int, float] = {}
         self._unread: dict[int, int] = {}  # tokens that the request's first step reads
-        self._applied: dict[int, int] = {}  # output tokens that the drafter was told
+        self.applied: dict[int, int] = {}
         self._watch = StepWatch(time.monotonic)
 
     def handle(self, command: DraftCommand) -> None:
@@ -72,17 +73,17 @@ class DraftWorker:
             case Begin(_, request):
                 self.begun[request.request_id], self.leave[request.request_id] = command, ()
                 self._unread[request.request_id] = len(request.prompt_ids) + len(command.output_ids)
-                self._applied[request.request_id] = len(command.output_ids)
+                self.applied[request.request_id] = len(command.output_ids)
                 self.drafter.begin(request, command.output_ids)
             case Correct(_, request_id, start, token_ids) if request_id in self.begun:
                 self.leave[request_id] = ()
-                self._applied[request_id] = start + len(token_ids)
+                self.applied[request_id] = max(self.applied[request_id], start + len(token_ids))
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
                 self.leave[request_id] += widths
                 self.min_chance[request_id] = command.min_chance
             case End(_, request_id) if request_id in self.begun:
-                del self.leave[request_id], self.begun[request_id], self._applied[request_id]
+                del self.leave[request_id], self.begun[request_id], self.applied[request_id]
                 self._unread.pop(request_id, None)
                 self.min_chance.pop(request_id, None)
                 self.drafter.end(request_id)
@@ -122,7 +123,7 @@ class DraftWorker:
     def _unanswered(self, budgets: Sequence[Budget], said: Sequence[Proposal]) -> list[Proposal]:
         """Empty proposals for the steps that the drafter did not answer in a way that can be read: who asked waits."""
         answers = {(p.request_id, p.applied_len) for p in said if well_typed(p)}
-        wanted = [(budget.request_id, self._applied[budget.request_id]) for budget in budgets]
+        wanted = [(budget.request_id, self.applied[budget.request_id]) for budget in budgets]
         return [_nothing(self.drafter.name, *each) for each in wanted if each not in answers]
 
     def health(self) -> Health:

@@ -30,8 +30,13 @@ class Violation(AssertionError):
 
     def __init__(self, scope: Scope, actions: Sequence[Action], reason: str, seed: int | None = None) -> None:
         self.scope, self.actions = scope, tuple(actions)
+        self._told = scope, self.actions, reason, seed
         how = "exhaustive" if seed is None else f"seed {seed}"
         super().__init__(f"{reason} (scope {scope.name!r}, {how}); replay with actions = {list(actions)!r}")
+
+    def __reduce__(self) -> tuple[type[Violation], tuple[object, ...]]:
+        """It comes whole out of a process that explores."""
+        return Violation, self._told
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Draft:
         copied.worker.begun |= self.worker.begun
         copied.worker.leave |= self.worker.leave
         copied.worker.min_chance |= self.worker.min_chance
+        copied.worker.applied |= self.worker.applied
         copied.inbox += self.inbox
         copied.outbox += self.outbox
         return copied
