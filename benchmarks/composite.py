@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from langchain_card.bench.contest import CPU_SLOTS, controller
 from langchain_card.bench.contenders import Costs
+from langchain_card.bench.contest import CPU_SLOTS, controller
 from langchain_card.bench.devices import Device, load_device
 from langchain_card.bench.traces import Trace, TraceScript, shipped
 from langchain_card.config import Limits

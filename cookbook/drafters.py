@@ -36,8 +36,12 @@ names = {
 
 def figures(answer):
     card = answer.response_metadata["card"]
-    by = [f"{name}: {taken} of {card['verified_by_source'][name]}" for name, taken in card["accepted_by_source"].items()]
-    return f"{answer.usage_metadata['output_tokens']} tokens in {card['rounds']} passes; right guesses of {', '.join(by)}"
+    by = [
+        f"{name}: {taken} of {card['verified_by_source'][name]}" for name, taken in card["accepted_by_source"].items()
+    ]
+    return (
+        f"{answer.usage_metadata['output_tokens']} tokens in {card['rounds']} passes; right guesses of {', '.join(by)}"
+    )
 
 
 # %% [markdown]
@@ -46,7 +50,7 @@ def figures(answer):
 # An edit repeats most of what it is given. There n-grams alone go a long way, and cost next to nothing.
 
 # %%
-edit = '''Rename the variable `x` to `price` and repeat the whole function:
+edit = """Rename the variable `x` to `price` and repeat the whole function:
 
 def total(items, rate):
     x = 0
@@ -55,7 +59,7 @@ def total(items, rate):
     if x > 100:
         x -= x * rate
     return x
-'''
+"""
 with CARDChatModel(**{**names, "draft_model": "ngram"}, max_tokens=120) as alone:
     answer = alone.invoke(edit)
     print(answer.content)
