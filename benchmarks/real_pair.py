@@ -3,12 +3,12 @@
     python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --methods plain auto hf-generate
 
 Methods are schedules (`plain`, `sequential`, `parallel`, `auto`), or drafters under `auto`: `ngram` (tables alone),
-`model` (the draft model alone), `stack` (the tables below the draft model, too).
+`model` (the draft model alone), `stack` (the tables below the draft model), `stack-and-beside` (there as well).
 
 Of transformers: `hf-generate` (float32), `hf-assisted` and `hf-prompt-lookup` (both on the same int8 layers).
 
 Prints tokens per second after the first token (median), the ratio to `plain` with its bootstrap lower bound (95 %),
-and how many answers are identical to plain's.
+and how many answers are identical to plain's; with `--against ngram model` the ratios to these, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from langchain_card.engine.engine import Engine
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"draft_model": "ngram"},
     "model": {"drafters": ()},
-    "stack": {"stack": ("ngram",)},
+    "stack": {"stack": ("ngram",), "drafters": ()},
+    "stack-and-beside": {"stack": ("ngram",)},
 }
 """Engines of their own over the same weights."""
 
@@ -78,6 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=["plain", "auto"])
     parser.add_argument("--hf-tokens", type=int, default=32, help="tokens per prompt of transformers' loop")
     parser.add_argument("--hf-threads", type=int, default=2)
+    parser.add_argument("--against", nargs="*", default=[], help="methods that all others are compared with as well")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -207,6 +209,10 @@ def report(rows: list[dict[str, Answer]], args: argparse.Namespace) -> None:
                 )
                 line += f"  {source} {accepted} of {verified}"
         print(line)
+    for base in args.against:
+        ratios_to = {name: [row[base][1] / row[name][1] for row in rows] for name in args.methods if name != base}
+        found = [f"{name} {statistics.median(each):.2f} ({bootstrap(each):.2f})" for name, each in ratios_to.items()]
+        print(f"times {base}: {', '.join(found)}")
     if args.json:
         args.json.write_text(json.dumps(rows))
 
