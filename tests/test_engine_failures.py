@@ -67,12 +67,12 @@ def test_no_memory_for_a_sequence(pair: tuple[str, str], scratch: int, monkeypat
     """Of the target: the request is tried once more. Of the draft: the request goes on without it."""
     opened, calls = ModelRunner.open, []
 
-    def scarce(self: ModelRunner, token_ids: Any) -> Any:
+    def scarce(self: ModelRunner, *told: Any) -> Any:
         if self.num_scratch == scratch:
             calls.append(1)
             if len(calls) == 1:
                 raise torch.OutOfMemoryError("planted")
-        return opened(self, token_ids)
+        return opened(self, *told)
 
     with Engine(config(pair)) as engine:
         wanted = answer(engine, 30, "plain")

@@ -60,10 +60,10 @@ class Draw:
         )
 
     def proposal(self) -> m.Proposal:
-        numbers = [self.int() for _ in range(9)]
+        numbers = [self.int() for _ in range(10)]
         return m.Proposal(
-            self.text(), *numbers[:5], self.ints(), self.ints(), self.floats(), self.ints(), *numbers[5:7],
-            self.float(), self.float(), *numbers[7:],
+            self.text(), *numbers[:5], self.ints(), self.ints(), self.floats(), self.ints(), *numbers[5:8],
+            self.float(), self.float(), *numbers[8:],
         )  # fmt: skip
 
     def argument(self) -> frames.Argument:
