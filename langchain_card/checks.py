@@ -9,12 +9,12 @@ from typing import Any
 from langchain_card.errors import InvalidInputError
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises `InvalidInputError` naming the nearest choice unless `value` is one of `choices`."""
+def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
+    """Raises `InvalidInputError` naming the nearest choice, or else a hint, unless `value` is one of `choices`."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         raise InvalidInputError(
-            name, value, f"must be one of {', '.join(choices)}", f"did you mean {near[0]}" if near else ""
+            name, value, f"must be one of {', '.join(choices)}", f"did you mean {near[0]}" if near else hint
         )
 
 

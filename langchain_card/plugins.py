@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote
 
 from langchain_card.checks import check_choice
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import CARDError, InvalidInputError, is_out_of_memory
 
 Kind: TypeAlias = Literal["drafters", "acceptance", "steering"]
 
@@ -63,12 +63,27 @@ class PlugIn:
     options: Mapping[str, Any]
 
     def make(self, *arguments: Any) -> Any:
-        """A fresh one."""
-        return self.factory(*arguments, **self.options)
+        """A fresh one.
+
+        Raises:
+            InvalidInputError: its factory raised something of its own.
+        """
+        try:
+            return self.factory(*arguments, **self.options)
+        except Exception as error:
+            if isinstance(error, CARDError) or is_out_of_memory(error):
+                raise
+            limit = f"could not be made ({type(error).__name__}: {error})"
+            raise InvalidInputError(self.kind, self.name, limit, "mend its factory, or its options") from error
 
 
 def register(kind: Kind, name: str, factory: Callable[..., Any]) -> None:
-    """Makes a plug-in known in this process alone: for tests and notebooks. Engines with `isolate` do not see it."""
+    """Makes a plug-in known in this process alone: for tests and notebooks. Engines with `isolate` do not see it.
+
+    Raises:
+        InvalidInputError: there is no such kind.
+    """
+    check_choice("kind", kind, tuple(_BUILTIN))
     _registered[kind, name] = factory
 
 
@@ -110,7 +125,7 @@ def find(kind: Kind, spec: str, field: str | None = None) -> PlugIn:
     """
     field = field or kind
     name = name_of(spec)
-    check_choice(field, name, names(kind))
+    check_choice(field, name, names(kind), "install the package that offers it")
     factory = _load(kind, name, field)
     options, known = _options(spec, field), _parameters(kind, name, factory, field)
     if not any(each.kind == each.VAR_KEYWORD for each in known):

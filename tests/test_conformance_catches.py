@@ -38,6 +38,7 @@ UNKNOWN = "test_requests_that_nobody_knows"
 AGAIN = "test_a_number_used_again_is_another_request"
 NOTHING = "test_an_ended_request_holds_nothing"
 AHEAD = "test_it_looks_ahead"
+TENANTS = "test_tenants_are_kept_apart"
 TESTS = [name for name in vars(DrafterContract) if name.startswith("test_")]
 
 
@@ -87,6 +88,24 @@ class Heedless(Echo):
     """Says that it looks ahead, and does not."""
 
     looks_ahead = True
+
+
+class Gossiping(Echo):
+    """What one tenant wrote it says to others."""
+
+    def __init__(self, *told: Any) -> None:
+        super().__init__(*told)
+        self.latest = list[int]()
+
+    def end(self, request_id: int) -> None:
+        self.latest = self.texts.get(request_id, self.latest)[-64:]
+        super().end(request_id)
+
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        super().begin(request, output_ids)
+        self.texts[request.request_id], self.places[request.request_id] = [], {}
+        self.prompts[request.request_id] += len(self.latest)
+        self.extend(request.request_id, [*self.latest, *request.prompt_ids, *output_ids])
 
 
 class Keeping(Echo):
@@ -176,6 +195,7 @@ BROKEN: dict[Any, dict[str, str]] = {
     Stale: {NO_TRACE: LEFT, LATE: LEFT},
     Leaking: {NOTHING: "what it keeps for a request must go with end"},
     Gathering: {NOTHING: "what it keeps for a request must go with end"},
+    Gossiping: {TENANTS: "another tenant's texts were read before|no other tenant's texts"},
     Heedless: {AHEAD: "tokens told and .* assumed: it says"},
     Keeping: {UNKNOWN: "a request that has ended has no proposal", NOTHING: "must go with end"},
     Fragile: {UNKNOWN: "9999", ONE_EACH: "9999"},
@@ -202,7 +222,7 @@ def failing(broken: Any) -> dict[str, str]:
 
 
 def test_the_sound_one_passes() -> None:
-    assert len(TESTS) == 9 and not failing(Echo)
+    assert len(TESTS) == 10 and not failing(Echo)
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.__name__)

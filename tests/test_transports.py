@@ -77,7 +77,7 @@ def test_a_sequential_request_does_not_take_the_steps_of_a_parallel_one() -> Non
         time.sleep(0.001)
     transport.close()
     here = threading.current_thread().name
-    assert drafter.steps.count((0, "draft")) == 40 and drafter.steps.count((1, here)) == 10
+    assert drafter.steps.count((0, "card-draft")) == 40 and drafter.steps.count((1, here)) == 10
 
 
 def test_two_schedules_at_once_give_both_answers() -> None:
@@ -148,3 +148,7 @@ def test_who_waits_for_a_step_hears_that_it_brought_nothing() -> None:
     assert worker.step() and not worker.step(), "what cannot grow is not asked again before the next correction"
     said = [(each.request_id, each.applied_len, each.token_ids) for each in heard]
     assert said == [(0, 3, ("x",)), (0, 3, ()), (1, 3, ())]
+    worker.handle(m.Correct("toy", 1, 5, (10, 11)))  # the one before it was lost
+    worker.handle(m.Correct("toy", 1, 1, (6,)))  # late
+    worker.handle(m.Grow("toy", 1, (1,)))
+    assert worker.step() and heard[-1].applied_len == 3, "what did not arrive is not said to have been applied"

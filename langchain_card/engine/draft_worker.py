@@ -51,6 +51,7 @@ class DraftWorker:
         self._unread: dict[int, int] = {}  # tokens that the request's first step reads
         self.applied: dict[int, int] = {}
         self._watch = StepWatch(time.monotonic)
+        self._warned = False
 
     def handle(self, command: DraftCommand) -> None:
         """Applies one command; one for a request that is not open is ignored."""
@@ -77,7 +78,8 @@ class DraftWorker:
                 self.drafter.begin(request, command.output_ids)
             case Correct(_, request_id, start, token_ids) if request_id in self.begun:
                 self.leave[request_id] = ()
-                self.applied[request_id] = max(self.applied[request_id], start + len(token_ids))
+                if start <= (applied := self.applied[request_id]):  # else one before it was lost
+                    self.applied[request_id] = max(applied, start + len(token_ids))
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
                 self.leave[request_id] += widths
@@ -124,7 +126,15 @@ class DraftWorker:
         """Empty proposals for the steps that the drafter did not answer in a way that can be read: who asked waits."""
         answers = {(p.request_id, p.applied_len) for p in said if well_typed(p)}
         wanted = [(budget.request_id, self.applied[budget.request_id]) for budget in budgets]
-        return [_nothing(self.drafter.name, *each) for each in wanted if each not in answers]
+        nothing = [_nothing(self.drafter.name, *each) for each in wanted if each not in answers]
+        if nothing and not self._warned:
+            self._warned = True
+            log.warning(
+                "drafter %r left a step without an answer that can be read: one Proposal for each request, of tuples of "
+                "Python's own numbers, for the answer that it was told (docs/plugins.md); said once",
+                self.drafter.name,
+            )
+        return nothing
 
     def health(self) -> Health:
         """Whether its step takes no longer than it should; asked from any thread."""

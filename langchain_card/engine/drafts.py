@@ -180,8 +180,8 @@ def _here(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> T
     )
     on_death = functools.partial(driver.report_death, drafter.name)
     if drafter.paced:
-        return ThreadTransport(worker, name=f"card-{drafter.name}", on_death=on_death)
-    return InlineTransport(worker, on_death=on_death)
+        return ThreadTransport(worker, name=drafter.name, on_death=on_death)
+    return InlineTransport(worker, name=drafter.name, on_death=on_death)
 
 
 def _in_process(name: str, factory: str, arguments: Mapping[str, str | int], driver: Driver) -> Transport:

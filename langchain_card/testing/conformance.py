@@ -46,14 +46,7 @@ SIGMAS = 4.0
 
 
 class DrafterConformance(DrafterContract):
-    """Everything that a drafter owes, alone (`DrafterContract`) and in engines over tiny random models.
-
-    Attributes:
-        must_accept: some of its candidates must be accepted in the suite's runs; False for one that has nothing to
-            say about random texts.
-    """
-
-    must_accept: bool = True
+    """Everything that a drafter owes, alone (`DrafterContract`) and in engines over tiny random models."""
 
     def wrapped(
         self, wrap: Callable[[Drafter, Setting], Drafter] = lambda drafter, _: drafter, *, paced: bool | None = None

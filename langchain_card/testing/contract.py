@@ -36,6 +36,7 @@ class DrafterContract:
         grammar: that all requests obey (`SamplingParams.grammar`).
         learns: whether its scores change with what came true; then only tokens are compared, in any order.
         remembers: requests that it learns from before its memory is full.
+        must_accept: it has something to say about texts like those of `texts`, and some of it comes true.
     """
 
     drafter: str = ""
@@ -43,6 +44,7 @@ class DrafterContract:
     grammar: str = ""
     learns: bool = False
     remembers: int = 0
+    must_accept: bool = True
 
     def make(self, setting: Setting) -> Drafter:
         """A fresh one; to be overridden where neither `drafter` nor `factory` can say it."""
@@ -154,6 +156,18 @@ class DrafterContract:
 
     # What it keeps.
 
+    def test_tenants_are_kept_apart(self) -> None:
+        """Of what it remembers: nothing of one tenant's texts is said to another's (`request.params.tenant`)."""
+        for text, others in self._each_text():
+            drafter, fresh = self.fresh(), self.fresh()
+            live(drafter, [_of("somebody", other) for other in (*others, text)], VOCAB)
+            said, wanted = (Life(each, _of("another", text), VOCAB, 3).say_all() for each in (drafter, fresh))
+            self._compare(said, wanted, "another tenant's texts were read before")
+            goes_on = {*said} - {*wanted} if not self.learns else {*said} & {()} - {*wanted}
+            assert not goes_on, "it goes on where one that read no other tenant's texts has nothing to say"
+            drafter.close()
+            fresh.close()
+
     def test_a_number_used_again_is_another_request(self) -> None:
         """What was said of a request that has ended is not said of the next one with its number."""
         texts = self.texts()
@@ -191,12 +205,13 @@ class DrafterContract:
 
     def test_it_looks_ahead(self) -> None:
         """One that says so says of tokens that are assumed what it says once they are told."""
+        spoken = 0
         for text, others in self._each_text():
             drafter, told = self.fresh(), self.fresh()
             if not getattr(drafter, "looks_ahead", False):
                 return  # it may not work below another one
             for known, ahead in ((0, 1), (3, 2), (9, 5)):
-                said = []
+                said = list[list[tuple[int, int]]]()
                 for each, begun, assumed in ((drafter, known, ahead), (told, known + ahead, 0)):
                     live(each, others, VOCAB)
                     each.begin(text.request, text.answer[:begun])
@@ -208,8 +223,10 @@ class DrafterContract:
                     f"{known} tokens told and {ahead} assumed: it says {said[0]}, but {said[1]} where all are told"
                 )
                 assert bool(said[0]) == bool(said[1])
+                spoken += len(said[0])
             drafter.close()
             told.close()
+        assert spoken or not self.must_accept, "it said nothing at all: override texts(), or say must_accept = False"
 
     def _each_text(self) -> Iterator[tuple[Text, Sequence[Text]]]:
         """Texts, each with others that come before it."""
@@ -232,10 +249,14 @@ class DrafterContract:
                 "was begun with the same answer; if it learns what comes true, say learns = True"
             )
         if not self.learns:
-            assert bool(lived.get(())) == bool(fresh.get(())), (
-                f"{what}: {'nothing' if fresh.get(()) else 'something'} is proposed after the answer so far, unlike by "
-                "one that was begun with it"
+            assert lived.get(()) or not fresh.get(()), (
+                f"{what}: nothing is proposed after the answer so far, unlike by one that was begun with it"
             )
+
+
+def _of(tenant: str, text: Text) -> Text:
+    request = text.request
+    return Text(replace(request, params=replace(request.params, tenant=tenant)), text.answer)
 
 
 def _timeless(p: Proposal) -> Any:

@@ -84,6 +84,8 @@ class Heard:
 
     def _check_fields(self, p: Proposal) -> None:
         assert isinstance(p, Proposal), f"step returned {p!r}: it must return a list of Proposal"
+        for field, many in (("parents", p.parents), ("token_ids", p.token_ids), ("scores", p.scores)):
+            assert type(many) is tuple, f"{field} is a {type(many).__name__}: it must be a tuple, which nobody changes"
         assert p.source == self.name, f"source = {p.source!r}: it must be the drafter's name, {self.name!r}"
         assert p.request_id == self.request_id, f"request_id = {p.request_id}: asked for was {self.request_id}"
         assert len(p.parents) == len(p.token_ids) == len(p.scores), "parents, token_ids, scores must be of one length"
@@ -138,6 +140,7 @@ class Life:
     def step(self, width: int = 4) -> Proposal:
         """One step for this request alone."""
         found = self.drafter.step([Budget(self.request_id, width)])
+        assert isinstance(found, list), f"step returned {found!r}: it must return a list of Proposal"
         assert len(found) == 1, (
             f"step returned {len(found)} proposals for one request: one each, with no nodes if need be"
         )

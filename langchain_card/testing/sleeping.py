@@ -118,7 +118,7 @@ class SleepingEngine:
     def _transport(self, make_draft: Callable[[], SleepingDrafter], driver: Driver) -> Transport:
         self.drafters.append(make_draft())
         worker = DraftWorker(self.drafters[-1], driver.publish, functools.partial(driver.report_out_of_memory, "toy"))
-        return ThreadTransport(worker, name="card-toy", on_death=functools.partial(driver.report_death, "toy"))
+        return ThreadTransport(worker, name="toy", on_death=functools.partial(driver.report_death, "toy"))
 
     def submit(self, prompt_ids: Sequence[int], **params: Any) -> Generation:
         """Starts an answer."""

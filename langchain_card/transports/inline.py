@@ -17,6 +17,7 @@ class InlineTransport:
 
     Args:
         worker: the drafter's worker.
+        name: of the drafter.
         on_death: called when the worker raised; it takes no commands from then on.
 
     Attributes:
@@ -25,8 +26,8 @@ class InlineTransport:
 
     ready = True
 
-    def __init__(self, worker: Worker, *, on_death: Callable[[BaseException], None]) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, *, name: str, on_death: Callable[[BaseException], None]) -> None:
+        self._worker, self._name = worker, name
         self._on_death = on_death
         self._granted: set[int] = set()
         self.dead = False
@@ -62,7 +63,7 @@ class InlineTransport:
             if self.dead:
                 return
             self.dead = True
-        log.error("a drafter died; requests go on without it", exc_info=error)
+        log.error("drafter %r died; requests go on without it", self._name, exc_info=error)
         self._worker.close()
         self._on_death(error)
 

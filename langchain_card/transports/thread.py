@@ -106,7 +106,7 @@ class ThreadTransport:
 
     Args:
         worker: the drafter's worker; may be called from both threads, one at a time.
-        name: of the thread.
+        name: of the drafter.
         on_death: called when the worker raised; it takes no commands from then on.
     """
 
@@ -114,10 +114,10 @@ class ThreadTransport:
 
     def __init__(self, worker: Worker, *, name: str, on_death: Callable[[BaseException], None]) -> None:
         self._worker = worker
-        self._inline = InlineTransport(worker, on_death=on_death)
+        self._inline = InlineTransport(worker, name=name, on_death=on_death)
         self._inline_ids: set[int] = set()
         self._mailbox = Mailbox()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"card-{name}", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> None:
