@@ -3,7 +3,7 @@
     python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --methods plain auto hf-generate
 
 Methods are schedules (`plain`, `sequential`, `parallel`, `auto`), or drafters under `auto`: `ngram` (tables alone),
-`model` (the draft model alone), `stack` (the tables below the draft model), `stack-and-beside` (there as well).
+`model` (the draft model alone), `beside` and `below` (the tables beside the draft model, below it).
 
 Of transformers: `hf-generate` (float32), `hf-assisted` and `hf-prompt-lookup` (both on the same int8 layers).
 
@@ -39,8 +39,8 @@ from langchain_card.engine.engine import Engine
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"draft_model": "ngram"},
     "model": {"drafters": ()},
-    "stack": {"stack": ("ngram",), "drafters": ()},
-    "stack-and-beside": {"stack": ("ngram",)},
+    "beside": {"drafters": ("ngram",)},
+    "below": {"drafters": (), "stack": ("ngram",)},
 }
 """Engines of their own over the same weights."""
 
@@ -50,7 +50,8 @@ Answer = tuple[list[int], float, dict[str, Any]]  # tokens, seconds per token af
 def main() -> None:
     args = arguments()
     texts = prompts.load(args.prompts, args.count)
-    config = EngineConfig(model=args.model, draft_model=args.draft_model, drafters=tuple(args.drafters))
+    beside = None if args.drafters is None else tuple(args.drafters)
+    config = EngineConfig(model=args.model, draft_model=args.draft_model, drafters=beside)
     started = time.perf_counter()
     with contextlib.ExitStack() as held:
         engine = held.enter_context(Engine(config))
@@ -74,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
     parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--drafters", nargs="*", default=["ngram"], help="beside the draft model; none without a name")
+    parser.add_argument("--drafters", nargs="*", help="beside the draft model; none without a name")
     parser.add_argument("--temperature", type=float, default=0.0, help="of this engine's methods; seed 0")
     parser.add_argument("--methods", nargs="+", default=["plain", "auto"])
     parser.add_argument("--hf-tokens", type=int, default=32, help="tokens per prompt of transformers' loop")

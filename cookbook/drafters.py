@@ -14,7 +14,7 @@
 # # Who guesses
 #
 # The target writes the answer; *drafters* guess ahead, and a wrong guess costs a row of a pass and never a word. By
-# default a small model guesses, and beside it `ngram`, which knows what followed such words before: in this prompt, in
+# default a small model guesses, and below it `ngram`, which knows what followed such words before: in this prompt, in
 # this answer, in earlier answers of the same tenant.
 #
 # This page looks at who guessed what, and adds a drafter of its own.
@@ -68,14 +68,15 @@ with CARDChatModel(**{**names, "draft_model": "ngram"}, max_tokens=120) as alone
 # %% [markdown]
 # ## Together
 #
-# With a draft model they grow one tree of candidates: each drafter's chances are judged by what came true before, and
-# the target verifies those that pay. The text is the same.
+# A draft model asks the n-grams below it what may follow, checks that in one step, and hands up what it would have said
+# itself: several tokens a step, all of them its own. `drafters=("ngram",)` has both grow one tree of candidates, beside
+# each other; each is judged by what came true of its guesses. The text is the same.
 
 # %%
-with CARDChatModel(**names, max_tokens=120) as model:
-    beside = model.invoke(edit)
-    print("same text:", beside.content == answer.content)
-    print(figures(beside))
+for where, options in {"below": {}, "beside": {"drafters": ("ngram",)}}.items():
+    with CARDChatModel(**names, **options, max_tokens=120) as model:
+        other = model.invoke(edit)
+        print(f"{where:6} same text: {other.content == answer.content};", figures(other))
 
 # %% [markdown]
 # ## One of your own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from langchain_card import plugins
@@ -177,7 +177,8 @@ class EngineConfig:
         isolate: whether all of it runs in a process of its own: when that dies it is started again, and every request
             goes on where it was.
         drafters: those that work beside the draft, on the same tree: names, perhaps with options, as
-            `"ngram?table=code.ngrams"`; what is built in and what packages add (docs/plugins.md).
+            `"ngram?table=code.ngrams"`; what is built in and what packages add (docs/plugins.md). None for n-grams
+            where they gain most: the last of the `stack` of a draft model that lives in this process, else beside it.
         acceptance: the rule by which candidates become the answer: `"exact"`, or one that is **lossy**, such as
             `"loose"` or `"loose?reading=paper&threshold=0.2&window=8"` (`acceptance/loose.py`): then the answer may
             not be what the target would have written. A lossy rule takes trusted drafters only (`ports.Drafter`), and
@@ -207,7 +208,7 @@ class EngineConfig:
     exact: str = "default"
     execution: str = "auto"
     isolate: bool = False
-    drafters: tuple[str, ...] = (NGRAM,)
+    drafters: tuple[str, ...] | None = None
     acceptance: str = "exact"
     steering: str | None = None
     stack: tuple[str, ...] = ()
@@ -227,9 +228,9 @@ class EngineConfig:
         for name in ("drafters", "stack"):
             if isinstance(value := getattr(self, name), str):
                 raise InvalidInputError(name, value, "must be a tuple of names", f"write {name}=({value!r},)")
-        for spec in self.drafters:
+        for spec in self.drafters or ():
             check_choice("drafters", plugins.name_of(spec), plugins.names("drafters"))
-        named = [plugins.name_of(spec) for spec in self.drafters]
+        named = [plugins.name_of(spec) for spec in self.drafters or ()]
         if len(set(named)) < len(named):
             raise InvalidInputError("drafters", self.drafters, "names a drafter twice", "name each once")
         if self.steering is not None:
@@ -266,10 +267,22 @@ class EngineConfig:
         """Specs of the drafters that work beside the draft model, or in its place."""
         if self.draft_model is None:
             return ()
+        beside = (NGRAM,) if self.drafters is None else self.drafters
         if self.has_draft:
-            return self.drafters
+            return beside
         own = plugins.name_of(self.draft_model)
-        return (self.draft_model, *(spec for spec in self.drafters if plugins.name_of(spec) != own))
+        return (self.draft_model, *(spec for spec in beside if plugins.name_of(spec) != own))
+
+    def settled(self, *, apart: bool) -> EngineConfig:
+        """The same, with n-grams where they gain most if nobody said where (docs/LOG.md).
+
+        Args:
+            apart: whether the draft model lives in a process of its own, with nothing below it.
+        """
+        if self.drafters is not None or apart or not self.has_draft:
+            return self
+        stack = self.stack or (NGRAM,)
+        return replace(self, drafters=(NGRAM,) if Level.read(stack[-1]).is_model else (), stack=stack)
 
 
 def lossy_note(acceptance: str) -> str:

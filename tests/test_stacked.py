@@ -267,6 +267,23 @@ def test_a_stack_that_cannot_be_is_refused(options: dict[str, Any], said: str) -
         EngineConfig(**options)
 
 
+def test_ngrams_work_below_the_draft_model_where_nobody_says_otherwise(models: Models) -> None:
+    def settled(*, apart: bool = False, **options: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        config = EngineConfig(models["target"], **{"draft_model": models["draft"], **options}).settled(apart=apart)
+        return config.modelless_drafters, config.stack
+
+    assert settled() == ((), ("ngram",))
+    assert settled(apart=True) == (("ngram",), ()), "a process has room for one drafter"
+    assert settled(drafters=()) == ((), ())
+    assert settled(drafters=("ngram",)) == (("ngram",), ())
+    assert settled(stack=("ngram?block=3",)) == ((), ("ngram?block=3",))
+    assert settled(stack=(models["lower"],)) == (("ngram",), (models["lower"],))
+    assert settled(draft_model="ngram") == (("ngram",), ())
+    assert settled(draft_model=None) == ((), ())
+    with Engine(EngineConfig(models["target"], models["draft"], max_model_len=512)) as engine:
+        assert engine.health().keys() == {"target", "model", "forced"}
+
+
 def test_what_a_stack_names_is_looked_for(models: Models) -> None:
     with pytest.raises(InvalidInputError, match="option of stack ngram = 'tble'"):
         Engine(configured(models, "ngram?tble=5&block=3"))

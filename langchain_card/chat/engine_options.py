@@ -51,9 +51,10 @@ class EngineOptions(BaseModel):
     isolate: bool = False
     """Whether all of it runs in a process of its own: when that dies it is started again, and every answer goes on
     where it was. Needs msgspec."""
-    drafters: tuple[str, ...] = ("ngram",)
+    drafters: tuple[str, ...] | None = None
     """Those that work beside the draft, on the same tree, by name and perhaps with options, as
-    `"ngram?table=code.ngrams"`; `()` for none. Packages may add their own, see docs/plugins.md."""
+    `"ngram?table=code.ngrams"`; `()` for none; None for n-grams where they gain most, below the draft model
+    (`stack=("ngram",)`) or beside it. Packages may add their own, see docs/plugins.md."""
     acceptance: str = "exact"
     """The rule by which candidates become the answer. All but `"exact"` are lossy: with `"loose"` the answer may not be
     what the target would have written, see docs/architecture.md."""

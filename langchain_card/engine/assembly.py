@@ -42,7 +42,7 @@ def start_driver(
         CARDError: whatever loading raises.
     """
     limits = config.limits
-    apart = needs_process(config, pair)
+    config = config.settled(apart=(apart := needs_process(config, pair)))
     setting = setting_of(config, pair, constrain)
     rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
     steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)

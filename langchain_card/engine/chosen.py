@@ -76,7 +76,7 @@ def choose(config: EngineConfig, setting: Setting, held: contextlib.ExitStack) -
         below = Chosen(config.levels[-1].spec, "stack", setting)
         if not below.looks_ahead:
             limit = "says nothing of what follows tokens that are assumed, as it must below another drafter"
-            hint = f"drafters={(*config.drafters, below.spec)!r} has it work beside the draft model"
+            hint = f"drafters={(*(config.drafters or ()), below.spec)!r} has it work beside the draft model"
             raise InvalidInputError("stack", below.spec, limit, hint)
     for chosen in (*beside, below) if below is not None else beside:
         held.callback(chosen.close)

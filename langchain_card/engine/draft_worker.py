@@ -130,8 +130,8 @@ class DraftWorker:
         if nothing and not self._warned:
             self._warned = True
             log.warning(
-                "drafter %r left a step without an answer that can be read: one Proposal for each request, of tuples of "
-                "Python's own numbers, for the answer that it was told (docs/plugins.md); said once",
+                "drafter %r left a step without an answer that can be read: one Proposal for each request, of "
+                "tuples of Python's own numbers, for the answer that it was told (docs/plugins.md); said once",
                 self.drafter.name,
             )
         return nothing
