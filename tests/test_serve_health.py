@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {**make_pair(tmp_path_factory.mktemp("pair")), "drafters": ("ngram",)}
+    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
