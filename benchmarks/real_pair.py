@@ -3,7 +3,7 @@
     python benchmarks/real_pair.py --prompts humaneval.jsonl --count 20 --methods plain auto hf-generate
 
 Methods are schedules (`plain`, `sequential`, `parallel`, `auto`), or drafters under `auto`: `ngram` (tables alone),
-`model` (the draft model alone), `beside` and `below` (the tables beside the draft model, below it).
+`model` (the draft model alone), `beside`, `below`, `below-and-beside` (where the tables are).
 
 Of transformers: `hf-generate` (float32), `hf-assisted` and `hf-prompt-lookup` (both on the same int8 layers).
 
@@ -41,6 +41,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "model": {"drafters": ()},
     "beside": {"drafters": ("ngram",)},
     "below": {"drafters": (), "stack": ("ngram",)},
+    "below-and-beside": {"drafters": ("ngram",), "stack": ("ngram",)},
 }
 """Engines of their own over the same weights."""
 
@@ -82,7 +83,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hf-threads", type=int, default=2)
     parser.add_argument("--against", nargs="*", default=[], help="methods that all others are compared with as well")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if unknown := {*args.against} - {*args.methods}:
+        parser.error(f"--against names {', '.join(unknown)}, which --methods does not")
+    return args
 
 
 def ours(engine: Engine, name: str, max_tokens: int, temperature: float) -> Callable[[list[int]], Answer]:

@@ -14,7 +14,7 @@
 # # Who guesses
 #
 # The target writes the answer; *drafters* guess ahead, and a wrong guess costs a row of a pass and never a word. By
-# default a small model guesses, and below it `ngram`, which knows what followed such words before: in this prompt, in
+# default a small model guesses, and with it `ngram`, which knows what followed such words before: in this prompt, in
 # this answer, in earlier answers of the same tenant.
 #
 # This page looks at who guessed what, and adds a drafter of its own.
@@ -68,12 +68,12 @@ with CARDChatModel(**{**names, "draft_model": "ngram"}, max_tokens=120) as alone
 # %% [markdown]
 # ## Together
 #
-# A draft model asks the n-grams below it what may follow, checks that in one step, and hands up what it would have said
-# itself: several tokens a step, all of them its own. `drafters=("ngram",)` has both grow one tree of candidates, beside
-# each other; each is judged by what came true of its guesses. The text is the same.
+# A draft model asks n-grams below it what may follow, checks that in one step, and hands up what it would have said itself:
+# several tokens a step. Beside it, others grow the same tree of candidates; each is judged by what came true of its
+# guesses. By default n-grams do both. The text is the same.
 
 # %%
-for where, options in {"below": {}, "beside": {"drafters": ("ngram",)}}.items():
+for where, options in {"both": {}, "beside": {"drafters": ("ngram",)}, "none": {"drafters": ()}}.items():
     with CARDChatModel(**names, **options, max_tokens=120) as model:
         other = model.invoke(edit)
         print(f"{where:6} same text: {other.content == answer.content};", figures(other))
@@ -106,7 +106,7 @@ class Phrasebook:
 
     def correct(self, request_id, start, token_ids):
         if request_id in self.answers:
-            self.answers[request_id][start:] = token_ids
+            self.answers[request_id] += token_ids[len(self.answers[request_id]) - start :]  # some may be repeated
 
     def step(self, budgets):
         return [self.propose(each.request_id) for each in budgets if each.request_id in self.answers]
@@ -134,6 +134,7 @@ class Phrasebook:
 
     def close(self):
         self.answers.clear()
+        self.epochs.clear()
 
 
 plugins.register("drafters", "phrasebook", Phrasebook)

@@ -177,8 +177,8 @@ class EngineConfig:
         isolate: whether all of it runs in a process of its own: when that dies it is started again, and every request
             goes on where it was.
         drafters: those that work beside the draft, on the same tree: names, perhaps with options, as
-            `"ngram?table=code.ngrams"`; what is built in and what packages add (docs/plugins.md). None for n-grams
-            where they gain most: the last of the `stack` of a draft model that lives in this process, else beside it.
+            `"ngram?table=code.ngrams"`; what is built in and what packages add (docs/plugins.md). None for n-grams,
+            which then work below a draft model as well, where it lives in this process and `stack` names nothing else.
         acceptance: the rule by which candidates become the answer: `"exact"`, or one that is **lossy**, such as
             `"loose"` or `"loose?reading=paper&threshold=0.2&window=8"` (`acceptance/loose.py`): then the answer may
             not be what the target would have written. A lossy rule takes trusted drafters only (`ports.Drafter`), and
@@ -274,15 +274,14 @@ class EngineConfig:
         return (self.draft_model, *(spec for spec in beside if plugins.name_of(spec) != own))
 
     def settled(self, *, apart: bool) -> EngineConfig:
-        """The same, with n-grams where they gain most if nobody said where (docs/LOG.md).
+        """The same, with n-grams below the draft model as well, if nobody said where (docs/LOG.md).
 
         Args:
             apart: whether the draft model lives in a process of its own, with nothing below it.
         """
-        if self.drafters is not None or apart or not self.has_draft:
+        if self.drafters is not None or self.stack or apart or not self.has_draft:
             return self
-        stack = self.stack or (NGRAM,)
-        return replace(self, drafters=(NGRAM,) if Level.read(stack[-1]).is_model else (), stack=stack)
+        return replace(self, drafters=(NGRAM,), stack=(NGRAM,))
 
 
 def lossy_note(acceptance: str) -> str:

@@ -55,12 +55,14 @@ class PlugIn:
         name: of it.
         factory: a class, or what stands for one; called with a `ports.Setting` and the options.
         options: by name.
+        field: in which it was named.
     """
 
     kind: Kind
     name: str
     factory: Callable[..., Any]
     options: Mapping[str, Any]
+    field: str
 
     def make(self, *arguments: Any) -> Any:
         """A fresh one.
@@ -74,7 +76,7 @@ class PlugIn:
             if isinstance(error, CARDError) or is_out_of_memory(error):
                 raise
             limit = f"could not be made ({type(error).__name__}: {error})"
-            raise InvalidInputError(self.kind, self.name, limit, "mend its factory, or its options") from error
+            raise InvalidInputError(self.field, self.name, limit, "mend its factory, or its options") from error
 
 
 def register(kind: Kind, name: str, factory: Callable[..., Any]) -> None:
@@ -131,7 +133,7 @@ def find(kind: Kind, spec: str, field: str | None = None) -> PlugIn:
     if not any(each.kind == each.VAR_KEYWORD for each in known):
         for option in options:
             check_choice(f"option of {field} {name}", option, tuple(each.name for each in known))
-    return PlugIn(kind, name, factory, options)
+    return PlugIn(kind, name, factory, options, field)
 
 
 def _load(kind: Kind, name: str, field: str) -> Callable[..., Any]:

@@ -62,5 +62,4 @@ def make_pair(folder: Path, template: str = "", tokens: Sequence[str] = (), *, s
         tokenizer.chat_template = template or tokenizer.chat_template
         tokenizer.add_tokens([*tokens], special_tokens=special)
         tokenizer.save_pretrained(path)
-    pair = {"model": target, "draft_model": draft, "drafters": ("ngram",)}  # which see what is played; the draft does not
-    return {**pair, "dtype": "float64", "max_tokens": 150, "max_model_len": 8192}
+    return {"model": target, "draft_model": draft, "dtype": "float64", "max_tokens": 150, "max_model_len": 8192}

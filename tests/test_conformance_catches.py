@@ -195,7 +195,7 @@ BROKEN: dict[Any, dict[str, str]] = {
     Stale: {NO_TRACE: LEFT, LATE: LEFT},
     Leaking: {NOTHING: "what it keeps for a request must go with end"},
     Gathering: {NOTHING: "what it keeps for a request must go with end"},
-    Gossiping: {TENANTS: "another tenant's texts were read before|no other tenant's texts"},
+    Gossiping: {TENANTS: "only another tenant's texts can have told"},
     Heedless: {AHEAD: "tokens told and .* assumed: it says"},
     Keeping: {UNKNOWN: "a request that has ended has no proposal", NOTHING: "must go with end"},
     Fragile: {UNKNOWN: "9999", ONE_EACH: "9999"},

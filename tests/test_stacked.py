@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from langchain_card.drafters.ngram import NgramDrafter
 from langchain_card.drafters.stacked import likeliest
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.engine import assembly
+from langchain_card.engine.chosen import choose
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError, InvalidInputError
 from langchain_card.ports import Budget, Setting
@@ -272,16 +274,26 @@ def test_ngrams_work_below_the_draft_model_where_nobody_says_otherwise(models: M
         config = EngineConfig(models["target"], **{"draft_model": models["draft"], **options}).settled(apart=apart)
         return config.modelless_drafters, config.stack
 
-    assert settled() == ((), ("ngram",))
+    assert settled() == (("ngram",), ("ngram",)), "below it as well"
     assert settled(apart=True) == (("ngram",), ()), "a process has room for one drafter"
     assert settled(drafters=()) == ((), ())
     assert settled(drafters=("ngram",)) == (("ngram",), ())
-    assert settled(stack=("ngram?block=3",)) == ((), ("ngram?block=3",))
+    assert settled(stack=("ngram?block=3",)) == (("ngram",), ("ngram?block=3",))
     assert settled(stack=(models["lower"],)) == (("ngram",), (models["lower"],))
     assert settled(draft_model="ngram") == (("ngram",), ())
     assert settled(draft_model=None) == ((), ())
     with Engine(EngineConfig(models["target"], models["draft"], max_model_len=512)) as engine:
-        assert engine.health().keys() == {"target", "model", "forced"}
+        assert engine.health().keys() == {"target", "model", "ngram", "forced"}
+
+
+def test_both_keep_to_one_bound_of_memory(models: Models) -> None:
+    config, setting = EngineConfig(models["target"], models["draft"]).settled(apart=False), Setting()
+    with contextlib.ExitStack() as held:
+        beside, below = choose(config, setting, held)
+        assert below is not None
+        made = [each.make() for each in (*beside, below) if each.source.name == "ngram"]
+        bounds = [each._tenants._max_bytes for each in made if isinstance(each, NgramDrafter)]
+    assert len(bounds) == 2 and sum(bounds) == setting.limits.max_ngram_bytes
 
 
 def test_what_a_stack_names_is_looked_for(models: Models) -> None:

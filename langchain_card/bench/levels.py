@@ -179,10 +179,14 @@ def _ask_drafter(spec: str, config: EngineConfig, pair: Pair, answers: Sequence[
             (heard,) = below.ask([Question(number, place, (), MOST)])
             spent, asked = spent + time.perf_counter() - begun, asked + 1
             chains.append(_chain(heard.guesses(0, 1, lambda _: True)))
-            drafter.correct(number, place, [token])
-        drafter.end(number)
+            below.correct(number, place, [token])
+        below.end(number)
         text.said.append(chains)
-    drafter.close()
+    below.close()
+    if below.failed:
+        raise InvalidInputError(
+            "stack", spec, "failed while it was asked", "the log says how: mend it, or leave it out"
+        )
     return {1: spent / max(1, asked)}
 
 

@@ -53,8 +53,8 @@ class EngineOptions(BaseModel):
     where it was. Needs msgspec."""
     drafters: tuple[str, ...] | None = None
     """Those that work beside the draft, on the same tree, by name and perhaps with options, as
-    `"ngram?table=code.ngrams"`; `()` for none; None for n-grams where they gain most, below the draft model
-    (`stack=("ngram",)`) or beside it. Packages may add their own, see docs/plugins.md."""
+    `"ngram?table=code.ngrams"`; `()` for none; None for n-grams, beside the draft model and, where it lives
+    in this process, below it (`stack=("ngram",)`). Packages may add their own, see docs/plugins.md."""
     acceptance: str = "exact"
     """The rule by which candidates become the answer. All but `"exact"` are lossy: with `"loose"` the answer may not be
     what the target would have written, see docs/architecture.md."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ def register(subparsers: Any) -> None:
 
     parser = subparsers.add_parser("plan", help="find the fastest stack of drafters, or that none pays")
     add_engine_fields(parser)
-    lower = "a drafter below the draft model, from the top; may be repeated (a model, or the last one ngram)"
-    parser.add_argument("--lower", action="append", default=[], metavar="NAME", help=lower)
+    lower = "a drafter below the draft model, from the top; may be repeated (a model, or the last one ngram; ngram)"
+    parser.add_argument("--lower", action="append", metavar="NAME", help=lower)
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="what to ask: JSON lines (own prompts)")
     parser.add_argument("--count", type=int, default=8, help="prompts (8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
@@ -79,9 +80,11 @@ def _texts(args: argparse.Namespace) -> list[str]:
 def _measure_levels(args: argparse.Namespace) -> Levels:
     from langchain_card.bench.levels import measure
     from langchain_card.cli.fields import engine_fields
-    from langchain_card.config import EngineConfig
+    from langchain_card.config import NGRAM, EngineConfig
 
-    config = EngineConfig(**engine_fields(args), stack=tuple(args.lower))
+    config = EngineConfig(**engine_fields(args))
+    lower = (NGRAM,) if args.lower is None and config.has_draft else tuple(args.lower or ())
+    config = replace(config, stack=lower)
     return measure(config, _texts(args), args.max_tokens, lambda line: print(line, flush=True))
 
 

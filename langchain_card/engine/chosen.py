@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from langchain_card import plugins
-from langchain_card.config import EngineConfig
+from langchain_card.config import NGRAM, EngineConfig
 from langchain_card.core.messages import TARGET
 from langchain_card.core.query import Source
 from langchain_card.drafters.model import ModelDrafter
@@ -62,6 +63,7 @@ def choose(config: EngineConfig, setting: Setting, held: contextlib.ExitStack) -
         InvalidInputError: one cannot be found, does not take its options, or has the name of another one.
     """
     own = [] if config.draft_model is None else ["forced"]
+    setting = _shared(setting, [plugins.name_of(spec) for spec in (*config.modelless_drafters, *config.stack)])
     beside, below = list[Chosen](), None
     for spec in dict.fromkeys((*config.modelless_drafters, *own)):
         chosen = Chosen(spec, "drafters", setting)
@@ -76,12 +78,18 @@ def choose(config: EngineConfig, setting: Setting, held: contextlib.ExitStack) -
         below = Chosen(config.levels[-1].spec, "stack", setting)
         if not below.looks_ahead:
             limit = "says nothing of what follows tokens that are assumed, as it must below another drafter"
-            hint = f"drafters={(*(config.drafters or ()), below.spec)!r} has it work beside the draft model"
+            hint = f"stack=(), drafters={(*config.modelless_drafters, below.spec)!r} has it work beside the draft model"
             raise InvalidInputError("stack", below.spec, limit, hint)
     for chosen in (*beside, below) if below is not None else beside:
         held.callback(chosen.close)
         chosen.prepare()
     return beside, below
+
+
+def _shared(setting: Setting, names: list[str]) -> Setting:
+    """All n-gram drafters together keep to the bound."""
+    most = setting.limits.max_ngram_bytes // max(1, names.count(NGRAM))
+    return replace(setting, limits=replace(setting.limits, max_ngram_bytes=most))
 
 
 def source_of(factory: Any) -> Source:

@@ -16,6 +16,9 @@ from langchain_card.ports import Budget, DraftCommand, Drafter, Health
 
 log = logging.getLogger(__name__)
 
+NO_EPOCH = -2
+"""Before any that a drafter may be in."""
+
 
 class DraftWorker:
     """Runs one drafter. Commands and steps may come from several threads and take turns.
@@ -124,7 +127,7 @@ class DraftWorker:
 
     def _unanswered(self, budgets: Sequence[Budget], said: Sequence[Proposal]) -> list[Proposal]:
         """Empty proposals for the steps that the drafter did not answer in a way that can be read: who asked waits."""
-        answers = {(p.request_id, p.applied_len) for p in said if well_typed(p)}
+        answers = {(p.request_id, p.applied_len) for p in said if well_typed(p) and p.source == self.drafter.name}
         wanted = [(budget.request_id, self.applied[budget.request_id]) for budget in budgets]
         nothing = [_nothing(self.drafter.name, *each) for each in wanted if each not in answers]
         if nothing and not self._warned:
@@ -152,6 +155,5 @@ class DraftWorker:
 
 
 def _nothing(source: str, request_id: int, applied_len: int) -> Proposal:
-    return Proposal(
-        source, request_id, epoch=0, root=0, applied_len=applied_len, first=1, parents=(), token_ids=(), scores=()
-    )
+    """Never admitted, for what it says of the drafter is made up: it ends the wait, and that is all."""
+    return Proposal(source, request_id, NO_EPOCH, 0, applied_len, first=1, parents=(), token_ids=(), scores=())

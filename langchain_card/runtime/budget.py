@@ -84,8 +84,8 @@ def check_budget(
         parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
     parts += [ModelNeeds(f"stack {n} ({spec.name})", spec, draft_scratch) for n, spec in enumerate(pair.stack, 1)]
     for before, part in enumerate(parts):
-        if any(part.spec == other.spec for other in parts[:before]):
-            part.weights = 0  # read once
+        if any(part.spec == other.spec for other in parts[1:before]):
+            part.weights = 0  # levels of a stack share one process; a draft that is the target may have its own
     devices = dict.fromkeys(device for part in parts for device in part.shares)
     loads = [_Load(device, free(device), [part for part in parts if device in part.shares]) for device in devices]
     if num_seqs is None:
@@ -107,7 +107,8 @@ class ModelNeeds:
         scratch: unverified rows of a sequence.
 
     Attributes:
-        weights: parameters; 0 when the process holds them already, or another role reads them. Buffers are small.
+        weights: parameters; 0 when the process holds them already, or another level of the stack reads them. Buffers
+            are small.
         shares: by device, the parts of weights and of KV that lie there.
     """
 

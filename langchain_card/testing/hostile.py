@@ -170,6 +170,7 @@ LIES: Mapping[str, Callable[[Lying, Proposal], list[Any]]] = {
     "no sequences": lambda liar, p: [_odd(p, parents=None), _odd(p, token_ids=5), _odd(p, expanded=iter(()))],
     "huge numbers": lambda liar, p: [_odd(p, scores=(-(10**400),) * len(p.scores)), _odd(p, elapsed=10**400)],
     "odd sources": lambda liar, p: [_odd(p, source=["x"]), _odd(p, request_id=[1]), _odd(p, source=None)],
+    "another's name": lambda liar, p: [_odd(p, source="another")],
     "no proposals": lambda liar, p: [None],
 }
 """What may be wrong with proposals, by name: of one, what comes in its place."""
