@@ -1,7 +1,8 @@
-"""Executes the cookbook: every source becomes a notebook with stored outputs."""
+"""Executes the cookbook, or those notebooks of it that are named: every source becomes a notebook with stored outputs."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import jupytext
@@ -9,6 +10,8 @@ import nbformat
 from nbclient import NotebookClient
 
 for source in sorted((Path(__file__).parent.parent / "cookbook").glob("*.py")):
+    if sys.argv[1:] and source.stem not in sys.argv[1:]:
+        continue
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"{source.stem}-{number}"
