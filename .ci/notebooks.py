@@ -1,4 +1,4 @@
-"""Executes the cookbook, or those notebooks of it that are named: every source becomes a notebook with stored outputs."""
+"""Executes the cookbook, or the notebooks of it that are named: sources become notebooks with stored outputs."""
 
 from __future__ import annotations
 
