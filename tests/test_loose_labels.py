@@ -28,7 +28,7 @@ def model(tiny_pairs: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy(widths=(2,) * 8))
     target, draft = tiny_pairs["llama"]
     rule = "loose?threshold=0&window=1"
-    fields: dict[str, Any] = {"dtype": "float64", "temperature": 0.8, "seed": 5, "max_tokens": 50}
+    fields: dict[str, Any] = {"drafters": (), "dtype": "float64", "temperature": 0.8, "seed": 5, "max_tokens": 50}
     with CARDChatModel(model=target, draft_model=draft, schedule="sequential", acceptance=rule, **fields) as model:
         yield model
 

@@ -74,7 +74,7 @@ def test_it_is_told_where_it_works(paced: str) -> None:
     for name in ("vocab_size", "max_len", "num_seqs", "eos_ids", "limits"):
         assert getattr(there, name) == getattr(here, name)
     assert there.tokenizer.get_vocab() == here.tokenizer.get_vocab()
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(InvalidInputError, match="is not known here"):
         there.constrain("start: /a/")
 
 
