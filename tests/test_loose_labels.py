@@ -28,7 +28,7 @@ def model(tiny_pairs: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy(widths=(2,) * 8))
     target, draft = tiny_pairs["llama"]
     rule = "loose?threshold=0&window=1"
-    fields: dict[str, Any] = {"drafters": (), "dtype": "float64", "temperature": 0.8, "seed": 5, "max_tokens": 50}
+    fields: dict[str, Any] = {"dtype": "float64", "temperature": 0.8, "seed": 5, "max_tokens": 50}
     with CARDChatModel(model=target, draft_model=draft, schedule="sequential", acceptance=rule, **fields) as model:
         yield model
 
@@ -37,7 +37,8 @@ def test_metadata_of_a_chat_model(model: CARDChatModel, toy: dict[str, Any]) -> 
     card = model.invoke("hi").response_metadata["card"]
     assert card["lossy"] is True and card["rescued"] > 0
     *_, last = model.stream("hi")
-    assert last.response_metadata["card"]["rescued"] == card["rescued"]
+    streamed = last.response_metadata["card"]
+    assert streamed["lossy"] is True and streamed["rescued"] > 0  # as many or not: drafts have learnt meanwhile
     with CARDChatModel(**toy) as exact:
         card = exact.invoke("hi").response_metadata["card"]
         assert card["lossy"] is False and "rescued" not in card
