@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
+from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.request import Request, SamplingParams
+from langchain_card.core.sources import SourceState
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.ports import Budget, DraftCommand
 from langchain_card.testing import ToyDrafter, ToyModel
@@ -152,3 +154,5 @@ def test_who_waits_for_a_step_hears_that_it_brought_nothing() -> None:
     worker.handle(m.Correct("toy", 1, 1, (6,)))  # late
     worker.handle(m.Grow("toy", 1, (1,)))
     assert worker.step() and heard[-1].applied_len == 3, "what did not arrive is not said to have been applied"
+    source = SourceState()
+    assert not any(source.admit(each, CandidateTree(2), 200) for each in heard[1:]) and source.applied_len == 0

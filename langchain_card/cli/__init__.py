@@ -10,14 +10,8 @@ from collections.abc import Sequence
 from langchain_card._version import __version__
 from langchain_card.errors import CARDError
 
-COMMANDS = (
-    "chat",
-    "serve",
-    "models",
-    "bench",
-    "ngrams",
-    "plan",
-)  # modules of this package; they import what is heavy inside `run`
+COMMANDS = ("chat", "serve", "models", "bench", "ngrams", "plan")
+"""Modules of this package; they import what is heavy inside `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
