@@ -154,5 +154,7 @@ def test_who_waits_for_a_step_hears_that_it_brought_nothing() -> None:
     worker.handle(m.Correct("toy", 1, 1, (6,)))  # late
     worker.handle(m.Grow("toy", 1, (1,)))
     assert worker.step() and heard[-1].applied_len == 3, "what did not arrive is not said to have been applied"
-    source = SourceState()
-    assert not any(source.admit(each, CandidateTree(2), 200) for each in heard[1:]) and source.applied_len == 0
+    source, tree = SourceState(), CandidateTree(2)
+    for token in (5, 6, 7):
+        tree.advance(token)
+    assert not any(source.admit(each, tree, 200) for each in heard[1:]) and source.applied_len == 0, "it is made up"
