@@ -173,7 +173,7 @@ def test_54437_stale_candidates_are_taken_unmasked(
     monkeypatch.setitem(plugins._registered, ("drafters", "ngram"), stale)
     monkeypatch.setattr(assembly, "Controller", lambda **_: FixedPolicy())
     for draft in (tiny_pairs["llama"][1], tiny_pairs["qwen2"][0]):
-        with Engine(replace(config(tiny_pairs["llama"]), draft_model=draft)) as engine:
+        with Engine(replace(config(tiny_pairs["llama"]), draft_model=draft, drafters=("ngram",))) as engine:
             assert [*map(outcome, decode(engine, asked, schedule))] == [*map(outcome, wanted)]
 
 

@@ -184,7 +184,7 @@ def test_one_vocabulary_under_padded_heads(tmp_path: Path) -> None:
         config = EngineConfig(str(tmp_path / model), str(tmp_path / draft_model), **PAIR)
         pair = resolve(config)
         assert pair.vocabulary is None and pair.vocab_size == 320
-        params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+        params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, schedule="sequential")
         with Engine(config) as engine:
             done = engine.submit(list(range(40, 60)), params).result()
             assert engine.coverage == 1 and done.stats.verified_by_source["model"] > 0
