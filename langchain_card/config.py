@@ -30,7 +30,8 @@ MAX_BLOCK = 32
 MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
 DRAFT_VARIABLE = "LANGCHAIN_CARD_DRAFT_MODEL"
 
-_LEAST = {"max_ngram_bytes": 1 << 16}
+LEAST_NGRAM_BYTES = 1 << 16
+_LEAST = {"max_ngram_bytes": LEAST_NGRAM_BYTES}
 _MAY_BE_ZERO = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
 
 
@@ -179,6 +180,7 @@ class EngineConfig:
         drafters: those that work beside the draft, on the same tree: names, perhaps with options, as
             `"ngram?table=code.ngrams"`; what is built in and what packages add (docs/plugins.md). None for n-grams,
             which then work below a draft model as well, where it lives in this process and `stack` names nothing else.
+            Without a draft there are none; one that `draft_model` names has the options that it names there.
         acceptance: the rule by which candidates become the answer: `"exact"`, or one that is **lossy**, such as
             `"loose"` or `"loose?reading=paper&threshold=0.2&window=8"` (`acceptance/loose.py`): then the answer may
             not be what the target would have written. A lossy rule takes trusted drafters only (`ports.Drafter`), and
@@ -274,12 +276,13 @@ class EngineConfig:
         return (self.draft_model, *(spec for spec in beside if plugins.name_of(spec) != own))
 
     def settled(self, *, apart: bool) -> EngineConfig:
-        """The same, with n-grams below the draft model as well, if nobody said where (docs/LOG.md).
+        """The same, with n-grams below the draft model as well, if nobody said where (docs/LOG.md) and both have room.
 
         Args:
             apart: whether the draft model lives in a process of its own, with nothing below it.
         """
-        if self.drafters is not None or self.stack or apart or not self.has_draft:
+        small = self.limits.max_ngram_bytes < 2 * LEAST_NGRAM_BYTES
+        if self.drafters is not None or self.stack or apart or small or not self.has_draft:
             return self
         return replace(self, drafters=(NGRAM,), stack=(NGRAM,))
 

@@ -162,7 +162,7 @@ def _parameters(kind: Kind, name: str, factory: Callable[..., Any], field: str) 
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError) as error:
         raise InvalidInputError(field, name, f"its factory has no signature to be read ({error})", hint) from error
-    return [each for each in parameters if each.kind != each.POSITIONAL_ONLY][1:]
+    return [each for each in [*parameters][1:] if each.kind != each.POSITIONAL_ONLY]  # but the setting
 
 
 @functools.cache

@@ -74,6 +74,17 @@ def test_conversation_through_pipes() -> None:
     assert "/reset   forget the conversation" in done.stdout
 
 
+def test_drafters_beside_and_below() -> None:
+    """Asked again, n-grams know the answer; without them a draft of the target's own weights writes it."""
+    own = ("--model", "smollm2-135m", "--draft-model", "smollm2-135m", "--schedule", "sequential", "--max-tokens", "24")
+    said = f"{QUESTION}\n/reset\n{QUESTION}\n/stats"
+    for args, source in (((), "n-gram"), (("--drafters", "none"), "model draft")):
+        done = piped(*own, *args, said=said)
+        origins = re.search(r"last answer.*\n +(.*)", done.stdout)
+        assert origins, done.stdout + done.stderr
+        assert re.findall(r"[1-9]\d* (model draft|n-gram)", origins[1])[-1] == source
+
+
 def test_demo_without_a_terminal() -> None:
     done = piped(*SMALL, "--demo", "--max-tokens", "20")
     assert done.returncode == 0, done.stderr
@@ -91,6 +102,9 @@ def test_demo_without_a_terminal() -> None:
         (("--model", "smolm-135m"), "did you mean smollm2-135m"),
         (("--max-tokens", "0"), "max_tokens = 0: must be a whole number between 1 and"),
         (("--demo", "--draft-model", "none"), "draft_model = 'none'"),
+        (("--drafters", "ngrams"), "drafters = 'ngrams'"),
+        ((*SMALL[:2], "--draft-model", "forced", "--drafters", "ngram?max_nodes=0"), "max_nodes = 0"),
+        ((*SMALL, "--stack", "ngram"), "stack = "),
     ],
 )
 def test_mistakes_end_with_2(args: tuple[str, ...], said: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from test_plugins_page import FILES
 
@@ -189,12 +191,45 @@ class Loyal(Echo):
             super().begin(request, output_ids)
 
 
+class Layered(Echo):
+    """Says that its steps look at nothing."""
+
+    def propose(self, request_id: int) -> Proposal:
+        return replace(super().propose(request_id), layers=0)
+
+
+class Listing(Echo):
+    """What it expanded comes as a list."""
+
+    def propose(self, request_id: int) -> Proposal:
+        return replace(super().propose(request_id), expanded=[])
+
+
+class Measuring(Echo):
+    """Takes its times from numpy."""
+
+    def propose(self, request_id: int) -> Proposal:
+        return replace(super().propose(request_id), elapsed=np.float64(1e-4))
+
+
+class Packing(Echo):
+    """All that it ever read, side by side."""
+
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        super().begin(request, output_ids)
+        self.__dict__.setdefault("log", array("i")).extend(request.prompt_ids)
+
+
 LEFT = "something of what was refused, or of another request, is left"
 BROKEN: dict[Any, dict[str, str]] = {
     Deaf: {NO_TRACE: "it was told 3 tokens", LATE: "it was told"},
     Stale: {NO_TRACE: LEFT, LATE: LEFT},
     Leaking: {NOTHING: "what it keeps for a request must go with end"},
     Gathering: {NOTHING: "what it keeps for a request must go with end"},
+    Packing: {NOTHING: "what it keeps for a request must go with end"},
+    Layered: {MAKE_SENSE: "layers = 0"},
+    Listing: {MAKE_SENSE: "expanded is a list"},
+    Measuring: {MAKE_SENSE: "elapsed or reading is a float64"},
     Gossiping: {TENANTS: "only another tenant's texts can have told"},
     Heedless: {AHEAD: "tokens told and .* assumed: it says"},
     Keeping: {UNKNOWN: "a request that has ended has no proposal", NOTHING: "must go with end"},

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import tracemalloc
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -336,3 +337,26 @@ def test_an_engine_drafts_from_its_tenants_texts(tiny_pairs: dict[str, tuple[str
     assert {each.token_ids for each in done} == {plain.token_ids}
     first, again, other = (each.stats.rounds for each in done)
     assert again < other and again < first
+
+
+def test_the_tail_is_what_was_said_last() -> None:
+    """Whatever pieces the text comes in, and wherever a page ends."""
+    table, text, said, rng = Table(1 << 20), Text(), list[int](), random.Random(0)
+    while len(said) < 20 * PAGE:
+        piece = [rng.randrange(1000) for _ in range(rng.choice((1, 2, 3, 4, 7, 9)) if said else 600)]
+        table.write(text, piece)
+        said += piece
+        assert text.tail == said[-MAX_MATCH:]
+
+
+def test_a_table_that_had_to_go_is_gone() -> None:
+    """Also where a request of its tenant still runs."""
+    asked = drafter(LEAST)
+    begin(asked, range(100, 120), 1, "a")
+    step(asked, 1)
+    table = weakref.ref(asked._tenants.table("a"))
+    for number in range(8):
+        begin(asked, range(100, 1500), 2 + number, f"b{number}")
+    assert table() is None
+    asked.correct(1, 0, (5, 6))
+    assert step(asked, 1).applied_len == 2

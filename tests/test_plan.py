@@ -260,5 +260,7 @@ def test_the_command_looks_before_it_works(capsys: pytest.CaptureFixture[str]) -
     assert "lossy" in capsys.readouterr().err
     assert main(["plan", "--json", "nowhere/plan.json"]) == 2
     assert "mkdir -p nowhere" in capsys.readouterr().err
+    assert main(["plan", "--draft-transport", "process"]) == 2
+    assert "has nothing below the draft" in capsys.readouterr().err
     assert main(["plan", "--draft-model", "ngram", "--lower", "smollm2-135m"]) == 2
     assert "works below a draft model" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def test_options_are_read_as_json_where_they_can_be() -> None:
                         ("5", 5), ("true", True), ("", ""), ("[" * 100_000, "[" * 100_000)):  # fmt: skip
         assert plugins.find("drafters", f"repeater?times={text}").options == {"times": value}
         assert plugins.take_option(f"x?block=4&a={text}", "block") == (f"x?a={text}", 4)
+
+
+def test_a_setting_may_have_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first parameter is its place, whatever may be said to it."""
+
+    class Positional(Repeater):
+        def __init__(self, setting: Setting, /, times: int = 2) -> None:
+            super().__init__(setting, times)
+
+    monkeypatch.setattr(plugins, "_registered", {})
+    plugins.register("drafters", "positional", Positional)
+    assert plugins.find("drafters", "positional?times=5").make(Setting()).times == 5
+    with pytest.raises(InvalidInputError, match="'setting'"):
+        plugins.find("drafters", "positional?setting=5")
 
 
 def test_paths_with_a_plus_are_found_as_they_are_called(tmp_path: Path) -> None:
@@ -188,6 +203,28 @@ def test_bad_options_are_named_before_weights_are_read(
     named: dict[str, Any] = {"draft_model": draft, field: spec if field == "draft_model" else (spec,)}
     with pytest.raises(InvalidInputError, match=said):
         Engine(EngineConfig(target, **named, dtype="float64"))
+
+
+@pytest.mark.usefixtures("repeater")
+def test_who_works_already_is_closed_where_another_cannot_be_made(
+    tiny_pairs: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are made on threads of their own, the second one of which fails."""
+
+    class Impossible(Repeater):
+        name = "impossible"
+
+        def __init__(self, setting: Setting) -> None:
+            raise OSError("no such device")
+
+    monkeypatch.setattr(Repeater, "paced", True)
+    plugins.register("drafters", "impossible", Impossible)
+    closed = list[Repeater]()
+    monkeypatch.setattr(Repeater, "close", lambda self: closed.append(self))
+    with pytest.raises(InvalidInputError, match="no such device"):
+        Engine(EngineConfig(tiny_pairs["llama"][0], "repeater", drafters=("impossible",), dtype="float64"))
+    assert len(closed) == 1
+    assert not [thread.name for thread in threading.enumerate() if "repeater" in thread.name]
 
 
 @pytest.mark.usefixtures("repeater")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
@@ -133,14 +136,15 @@ def test_what_is_dropped_is_not_half_applied() -> None:
 
 
 class Mumbling(Watched):
-    """What it says of request 0 cannot be read; of request 1 it says nothing."""
+    """What it says of request 0 cannot be read or makes no sense, 1 has no answer, 7 is nobody's."""
 
     def step(self, budgets: Sequence[Budget]) -> list[m.Proposal]:
         odd = m.Proposal("toy", 0, 0, 0, 3, 1, (0,), ("x",), (-0.1,))  # type: ignore[arg-type]
-        return [odd for budget in budgets if budget.request_id == 0]
+        sure = replace(odd, token_ids=(5,), scores=(0.4,))
+        return [None, odd, sure, replace(sure, request_id=7, scores=(-0.4,))]  # type: ignore[list-item]
 
 
-def test_who_waits_for_a_step_hears_that_it_brought_nothing() -> None:
+def test_who_waits_for_a_step_hears_that_it_brought_nothing(caplog: pytest.LogCaptureFixture) -> None:
     heard = list[m.Proposal]()
     worker = DraftWorker(Mumbling(), heard.append, lambda request_ids: None)
     for request_id in (0, 1):
@@ -149,7 +153,8 @@ def test_who_waits_for_a_step_hears_that_it_brought_nothing() -> None:
         worker.handle(m.Grow("toy", request_id, (1, 1)))
     assert worker.step() and not worker.step(), "what cannot grow is not asked again before the next correction"
     said = [(each.request_id, each.applied_len, each.token_ids) for each in heard]
-    assert said == [(0, 3, ("x",)), (0, 3, ()), (1, 3, ())]
+    assert said == [(0, 3, ()), (1, 3, ())] and not worker.leave[0] and worker.leave.keys() == {0, 1}
+    assert [record.getMessage()[:35] for record in caplog.records] == ["drafter 'toy' said what cannot be u"]
     worker.handle(m.Correct("toy", 1, 5, (10, 11)))  # the one before it was lost
     worker.handle(m.Correct("toy", 1, 1, (6,)))  # late
     worker.handle(m.Grow("toy", 1, (1,)))
@@ -157,4 +162,4 @@ def test_who_waits_for_a_step_hears_that_it_brought_nothing() -> None:
     source, tree = SourceState(), CandidateTree(2)
     for token in (5, 6, 7):
         tree.advance(token)
-    assert not any(source.admit(each, tree, 200) for each in heard[1:]) and source.applied_len == 0, "it is made up"
+    assert not any(source.admit(each, tree, 200) for each in heard) and source.applied_len == 0, "it is made up"

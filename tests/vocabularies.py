@@ -155,7 +155,7 @@ def _small(model: Any, pre_tokenizer: Any, normalizer: Any = None, **flags: bool
     backend.decoder = decoders.ByteLevel() if by_bytes else decoders.Sequence(spaces)
     flags = {"special": True, "normalized": False, **flags}
     backend.add_tokens([AddedToken(text, **flags) for text in CONTROLS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=CONTROLS[1])
     tokenizer.chat_template = "<s>{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}</s>"
     return tokenizer
 

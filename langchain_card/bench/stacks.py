@@ -72,7 +72,8 @@ def times_plain(
                 i = (place + number) % len(engines)
                 stats = engines[i].submit(asked_as_user(engines[i], text), params).result().stats
                 spent[i] = (stats.ended - stats.first_token) / max(1, stats.output_tokens - 1)
-            seconds.append(spent)
+            if all(spent):  # else the answer has one token
+                seconds.append(spent)
     return [Measured.of([row[0] / row[i] for row in seconds]) for i in range(1, len(engines))]
 
 

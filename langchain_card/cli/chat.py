@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.cli.fields import add_engine_fields, engine_fields
+from langchain_card.cli.fields import add_drafter_fields, add_engine_fields, drafter_fields, engine_fields
 from langchain_card.config import SCHEDULES, EngineConfig
 from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
 from langchain_card.errors import InvalidInputError
@@ -35,6 +35,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("chat", help="talk to a model; --demo shows what speculation gains here")
     parser.add_argument("--demo", action="store_true", help="answer one question live, then compare all schedules")
     add_engine_fields(parser)
+    add_drafter_fields(parser)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="of the streamed answers (%(default)s)")
     parser.add_argument("--max-tokens", type=int, help=f"of one answer ({MAX_TOKENS}; {DEMO_TOKENS} with --demo)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
@@ -45,7 +46,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the user leaves; 0, or 1 when the demo's answers differ. Errors of the package rise to `main`."""
-    config = EngineConfig(**engine_fields(args))
+    config = EngineConfig(**engine_fields(args), **drafter_fields(args))
     usual = DEMO_TOKENS if args.demo else MAX_TOKENS
     max_tokens = usual if args.max_tokens is None else args.max_tokens
     seed = args.seed if args.seed is not None else secrets.randbelow(2**31)

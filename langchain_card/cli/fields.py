@@ -24,6 +24,13 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
 
 
+def add_drafter_fields(parser: argparse.ArgumentParser) -> None:
+    """Add the drafters beside the draft model and below it, as `langchain-card plan` names them."""
+    beside = 'drafters beside the draft model, such as "ngram?table=code.ngrams", or "none" (n-grams)'
+    parser.add_argument("--drafters", nargs="+", metavar="SPEC", help=beside)
+    parser.add_argument("--stack", nargs="+", default=(), metavar="SPEC", help="below it, from the top (n-grams)")
+
+
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The same as fields of `EngineConfig`, or of a chat model."""
     return {
@@ -36,3 +43,9 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "quantization": None if args.quantization == "none" else args.quantization,
     }
+
+
+def drafter_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Likewise what `add_drafter_fields` added."""
+    beside = None if args.drafters is None else tuple(spec for spec in args.drafters if spec != "none")
+    return {"drafters": beside, "stack": tuple(args.stack)}

@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if args.acceptance != "exact":
         limit = "is lossy: plans are for the exact rule"
         raise InvalidInputError("--acceptance", args.acceptance, limit, "leave it out")
+    if args.draft_transport == "process":
+        limit = "has nothing below the draft: plans are for drafts in this process"
+        raise InvalidInputError("--draft-transport", args.draft_transport, limit, "leave it out")
     levels = read_levels(args.costs) if args.costs is not None else _measure_levels(args)
     case = levels.case()
     every = stacks(case)

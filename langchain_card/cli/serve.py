@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_card.checks import check_range
-from langchain_card.cli.fields import add_engine_fields, engine_fields
+from langchain_card.cli.fields import add_drafter_fields, add_engine_fields, drafter_fields, engine_fields
 from langchain_card.config import SCHEDULES, EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.errors import InvalidInputError
@@ -39,6 +39,7 @@ def register(subparsers: Any) -> None:
     limits, params = Limits(), SamplingParams()
     parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
     add_engine_fields(parser)
+    add_drafter_fields(parser)
     isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     check_address(args.host, args.port, bool(keys), args.insecure)
     check_range("--drain", args.drain, 0, 86_400)
     limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
-    fields = {**engine_fields(args), "isolate": args.isolate, "max_model_len": args.max_model_len, "limits": limits}
+    fields = {**engine_fields(args), **drafter_fields(args), "isolate": args.isolate, "limits": limits}
+    fields["max_model_len"] = args.max_model_len
     config = EngineConfig(**fields)
     SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
     if not keys and not is_loopback(args.host):

@@ -6,6 +6,7 @@ when it brings more than `t / seconds per token` tokens. Decisions depend on wha
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ class Controller:
         if self.pins.lead is not None and not parallel:
             min_chance = MIN_CHANCE  # how deep to look was said, and is not measured
         narrow = NARROW_STEPS if parallel and not hit and self.pins.draft_width is None else 0
-        steps = self.limits.max_lead if parallel else 1
+        steps = math.ceil(self.limits.max_lead / self.layers.value) if parallel else 1
         return Leave((1,) * narrow + (width,) * (steps - narrow), min_chance)
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:

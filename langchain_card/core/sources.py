@@ -125,28 +125,11 @@ class SourceState:
         return max(self.known.intersection(tree.living()), key=tree.depth, default=tree.root)
 
     def _admits(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
-        count, first = len(proposal.token_ids), proposal.first
-        if not well_typed(proposal) or proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
+        if not makes_sense(proposal) or proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
             return False
-        if proposal.epoch == self.epoch and first < len(self.nodes):
+        if proposal.epoch == self.epoch and proposal.first < len(self.nodes):
             return False  # repeated
-        return (
-            all(0.0 <= seconds <= MAX_SECONDS for seconds in (proposal.elapsed, proposal.reading))
-            and 0 <= proposal.forwarded <= proposal.together <= MAX_NUMBER
-            and 1 <= proposal.steps <= MAX_NUMBER
-            and 1 <= proposal.layers <= MAX_NUMBER
-            and first > 0
-            and first + count <= MAX_NUMBER
-            and len(proposal.parents) == len(proposal.scores) == count
-            and 0 <= proposal.root < first
-            and 0 <= proposal.applied_len < len(tree.path)
-            and _within(proposal.parents, first + count)
-            and all(map(operator.lt, proposal.parents, range(first, first + count)))
-            and _within(proposal.expanded, first + count)
-            and _within(proposal.token_ids, vocab_size)
-            and not any(map(math.isnan, proposal.scores))
-            and max(proposal.scores, default=0.0) <= 0.0
-        )
+        return proposal.applied_len < len(tree.path) and _within(proposal.token_ids, vocab_size)
 
     def renumber(self, new: Mapping[int, int]) -> None:
         """Follows a sweep of the tree; what was swept out is dead."""
@@ -159,6 +142,30 @@ class SourceState:
 def _within(numbers: Sequence[int], bound: int) -> bool:
     """Whether all of them lie in [0, bound)."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < bound)
+
+
+def makes_sense(proposal: Proposal) -> bool:
+    """Whether it says what a proposal may say, whatever was said before and whoever is asked."""
+    if not well_typed(proposal):
+        return False
+    count, first = len(proposal.token_ids), proposal.first
+    return (
+        all(0.0 <= seconds <= MAX_SECONDS for seconds in (proposal.elapsed, proposal.reading))
+        and 0 <= proposal.forwarded <= proposal.together <= MAX_NUMBER
+        and 1 <= proposal.steps <= MAX_NUMBER
+        and 1 <= proposal.layers <= MAX_NUMBER
+        and first > 0
+        and first + count <= MAX_NUMBER
+        and len(proposal.parents) == len(proposal.scores) == count
+        and 0 <= proposal.root < first
+        and proposal.applied_len >= 0
+        and _within(proposal.parents, first + count)
+        and all(map(operator.lt, proposal.parents, range(first, first + count)))
+        and _within(proposal.expanded, first + count)
+        and min(proposal.token_ids, default=0) >= 0
+        and not any(map(math.isnan, proposal.scores))
+        and max(proposal.scores, default=0.0) <= 0.0
+    )
 
 
 def well_typed(proposal: Proposal) -> bool:

@@ -66,7 +66,7 @@ class Heard:
                 continue
             proposal = replace(proposal, applied_len=0)
             if self._source.admit(proposal, self._tree, vocab_size):
-                self._source.enter(proposal, self._tree, MAX_HEARD)
+                self._source.enter(proposal, self._tree, 2 * MAX_HEARD)
                 self.elapsed += proposal.elapsed
                 self.reading += proposal.reading
         return before < len(self._tree) and len(self._tree.best_chain(self.question.room)[0]) < self.question.room

@@ -110,8 +110,9 @@ class NgramDrafter:
         opened = self._requests[budget.request_id]
         tail = [*opened.text.tail, *budget.ahead][-MAX_MATCH:]
         place = opened.place + len(budget.ahead) if opened.place >= 0 else -1
-        trie = Trie(self._tenants.table(opened.tenant), self._frozen, place)
-        trie.grow(tail, self._max_nodes, max(self._min_chance, budget.min_chance))
+        table = self._tenants.table(opened.tenant)
+        trie = Trie(table.chances, place)
+        trie.grow(table, self._frozen, tail, self._max_nodes, max(self._min_chance, budget.min_chance))
         opened.trie, opened.ahead = trie, budget.ahead
         opened.epoch += 1
         return Proposal(

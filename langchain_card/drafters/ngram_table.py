@@ -90,12 +90,12 @@ class Table:
         if page >= len(self._owners) or self._owners[page] is not text:
             text.end = text.place  # it has none here, or none any more
         (long, longs), (short, shorts) = self._tables
-        log, place, rows = self._log, text.place, self._rows
+        log, place, rows, turned = self._log, text.place, self._rows, 0
         for i, token in enumerate(token_ids):
             if place == text.end:
-                text.tail = [*text.tail, *token_ids[max(0, i - MAX_MATCH) : i]][-MAX_MATCH:]
+                text.tail = [*text.tail, *token_ids[max(turned, i - MAX_MATCH) : i]][-MAX_MATCH:]
                 self._turn(text)
-                place, rows = text.place, self._rows
+                place, rows, turned = text.place, self._rows, i
             for n, table in ((long, longs), (short, shorts)):
                 row = hash(tuple(log[place - n : place])) % rows * WAYS
                 if log[table[row]] != token:
@@ -104,7 +104,7 @@ class Table:
             log[place] = token
             place += 1
         text.place = place
-        text.tail = [*text.tail, *token_ids[-MAX_MATCH:]][-MAX_MATCH:]
+        text.tail = [*text.tail, *token_ids[max(turned, len(token_ids) - MAX_MATCH) :]][-MAX_MATCH:]
 
     def followers(self, tail: list[int]) -> list[Follower]:
         """What followed the last tokens of a text, after the longest match first, then the latest first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from langchain_card.drafters.ngram_chances import Found
+from langchain_card.drafters.ngram_chances import Chances, Found
 from langchain_card.drafters.ngram_frozen import SHARES, FrozenTable
 from langchain_card.drafters.ngram_table import MAX_MATCH, Table
 
@@ -26,32 +26,41 @@ class Trie:
     """Nodes in the order in which they were found; node 0 is the root.
 
     Args:
-        table: of the text before, and of what it was worth.
-        frozen: asked after it.
+        chances: of followers, by class; it learns what they are worth.
         place: of the root's token in the text that is followed; negative where none is.
 
     Attributes:
         tokens, parents, chances: [nodes] token, parent and chance of following it, the root's left out.
     """
 
-    __slots__ = ("_children", "_found", "_frozen", "_place", "_table", "_values", "chances", "parents", "tokens")
+    __slots__ = ("_children", "_found", "_learnt", "_place", "chances", "parents", "tokens")
 
-    def __init__(self, table: Table, frozen: FrozenTable | None, place: int = -1) -> None:
-        self._table, self._frozen, self._values, self._place = table, frozen, table.chances.values, place
+    def __init__(self, chances: Chances, place: int = -1) -> None:
+        self._learnt, self._place = chances, place
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.chances: list[float] = []
         self._found: dict[int, list[Found]] = {}  # what may follow a node
         self._children: dict[tuple[int, int], int] = {}  # by node and token
 
-    def grow(self, tail: list[int], max_nodes: int, min_chance: float) -> None:
-        """Adds the likeliest node again and again, and what may follow it to those that are to be added."""
-        values, paths, kind, place = self._values, [tail], 0, self._place
+    def grow(
+        self, table: Table, frozen: FrozenTable | None, tail: list[int], max_nodes: int, min_chance: float
+    ) -> None:
+        """Adds the likeliest node again and again, and what may follow it to those that are to be added.
+
+        Args:
+            table: of the text before.
+            frozen: asked after it.
+            tail: the last tokens of the text.
+            max_nodes: of the trie.
+            min_chance: of a node to be reached.
+        """
+        values, paths, kind, place = self._learnt.values, [tail], 0, self._place
         heap: list[tuple[float, int, int, int, int]] = []
         node, reached = 0, 1.0
         while True:
             if reached >= EXPAND:
-                self._found[node] = found = self._look(paths[node], place, kind)
+                self._found[node] = found = self._look(table, frozen, paths[node], place, kind)
                 for token, at, kind in found:
                     if (chance := reached * values[kind]) >= min_chance:
                         heapq.heappush(heap, (-chance, node, token, at, kind))
@@ -65,12 +74,12 @@ class Trie:
             node = self._children[parent, token] = len(self.tokens)
             paths.append([*paths[parent][1 - MAX_MATCH :], token])
 
-    def _look(self, path: list[int], place: int, kind: int) -> list[Found]:
+    def _look(self, table: Table, frozen: FrozenTable | None, path: list[int], place: int, kind: int) -> list[Found]:
         """What may follow a path whose last token is of a class; not long sought after a long match that went on."""
-        goes_on = self._table.token_at(place + 1) if place >= 0 else -1
+        goes_on = table.token_at(place + 1) if place >= 0 else -1
         if kind == _SURE and goes_on >= 0:
             return [(goes_on, place + 1, _SURE)]
-        followers = self._table.followers(path)
+        followers = table.followers(path)
         tied = 2 * (len(followers) > 1 and followers[0][2] == followers[1][2])
         found, rank = [], 0
         for token, at, match in followers:
@@ -81,7 +90,7 @@ class Trie:
             rank = 4 if rank == 0 else 8
         if goes_on >= 0:
             found.append((goes_on, place + 1, rank + tied + 1))
-        return found if self._frozen is None else self._with(self._frozen, found, path)
+        return found if frozen is None else self._with(frozen, found, path)
 
     def _with(self, frozen: FrozenTable, found: list[Found], path: list[int]) -> list[Found]:
         """The same with what a frozen table says: of two answers for a token the one that is surer."""
@@ -91,7 +100,7 @@ class Trie:
             kind = _FROZEN + known + share
             if token not in best:
                 best[token] = token, -1, kind
-            elif self._values[kind] > self._values[best[token][2]]:
+            elif self._learnt.values[kind] > self._learnt.values[best[token][2]]:
                 best[token] = token, best[token][1], kind
         return [*best.values()]
 
@@ -106,7 +115,7 @@ class Trie:
         place = self._place
         for token in token_ids:
             found = self._found.get(node, ()) if node is not None else ()
-            self._table.chances.learn(found, token)
+            self._learnt.learn(found, token)
             place += place >= 0
             for other, at, _ in found:
                 if other == token and at >= 0:

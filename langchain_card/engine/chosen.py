@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from langchain_card import plugins
-from langchain_card.config import NGRAM, EngineConfig
+from langchain_card.config import LEAST_NGRAM_BYTES, NGRAM, EngineConfig
 from langchain_card.core.messages import TARGET
 from langchain_card.core.query import Source
 from langchain_card.drafters.model import ModelDrafter
@@ -60,7 +60,7 @@ def choose(config: EngineConfig, setting: Setting, held: contextlib.ExitStack) -
         held: closes those that nobody took.
 
     Raises:
-        InvalidInputError: one cannot be found, does not take its options, or has the name of another one.
+        InvalidInputError: one cannot be found, does not take its options, has the name of another one, or no memory.
     """
     own = [] if config.draft_model is None else ["forced"]
     setting = _shared(setting, [plugins.name_of(spec) for spec in (*config.modelless_drafters, *config.stack)])
@@ -88,8 +88,11 @@ def choose(config: EngineConfig, setting: Setting, held: contextlib.ExitStack) -
 
 def _shared(setting: Setting, names: list[str]) -> Setting:
     """All n-gram drafters together keep to the bound."""
-    most = setting.limits.max_ngram_bytes // max(1, names.count(NGRAM))
-    return replace(setting, limits=replace(setting.limits, max_ngram_bytes=most))
+    most, count = setting.limits.max_ngram_bytes, max(1, names.count(NGRAM))
+    if most < count * LEAST_NGRAM_BYTES:
+        limit = f"is too little for {count} n-gram drafters, which need {LEAST_NGRAM_BYTES:,} each"
+        raise InvalidInputError("max_ngram_bytes", most, limit, "raise it, or name ngram once in drafters and stack")
+    return replace(setting, limits=replace(setting.limits, max_ngram_bytes=most // count))
 
 
 def source_of(factory: Any) -> Source:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
-from langchain_card.core.sources import well_typed
+from langchain_card.core.sources import makes_sense
 from langchain_card.engine.watch import StepWatch
 from langchain_card.errors import is_out_of_memory
 from langchain_card.ports import Budget, DraftCommand, Drafter, Health
@@ -116,7 +116,7 @@ class DraftWorker:
         try:
             with self._watch.step(size):
                 said = self.drafter.step(budgets)
-            return [*said, *self._unanswered(budgets, said)]
+            return self._answers(budgets, said)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -125,19 +125,24 @@ class DraftWorker:
             self._report_out_of_memory(tuple(budget.request_id for budget in budgets))
             return []
 
-    def _unanswered(self, budgets: Sequence[Budget], said: Sequence[Proposal]) -> list[Proposal]:
-        """Empty proposals for the steps that the drafter did not answer in a way that can be read: who asked waits."""
-        answers = {(p.request_id, p.applied_len) for p in said if well_typed(p) and p.source == self.drafter.name}
+    def _answers(self, budgets: Sequence[Budget], said: Sequence[Proposal]) -> list[Proposal]:
+        """What can be used of what the drafter said, and empty proposals where it has no answer: who asked waits."""
+        heard = [p for p in said if isinstance(p, Proposal) and makes_sense(p) and self._is_of_here(p)]
+        answered = {(p.request_id, p.applied_len) for p in heard}
         wanted = [(budget.request_id, self.applied[budget.request_id]) for budget in budgets]
-        nothing = [_nothing(self.drafter.name, *each) for each in wanted if each not in answers]
-        if nothing and not self._warned:
+        nothing = [_nothing(self.drafter.name, *each) for each in wanted if each not in answered]
+        if (nothing or len(heard) < len(said)) and not self._warned:
             self._warned = True
             log.warning(
-                "drafter %r left a step without an answer that can be read: one Proposal for each request, of "
-                "tuples of Python's own numbers, for the answer that it was told (docs/plugins.md); said once",
+                "drafter %r said what cannot be used, or nothing: a step wants one Proposal for each request, of "
+                "tuples of Python's own numbers, for the answer that it was told (docs/plugins.md says what, the "
+                "conformance suite what is wrong); said once",
                 self.drafter.name,
             )
-        return nothing
+        return [*heard, *nothing]
+
+    def _is_of_here(self, proposal: Proposal) -> bool:
+        return proposal.source == self.drafter.name and proposal.request_id in self.begun
 
     def health(self) -> Health:
         """Whether its step takes no longer than it should; asked from any thread."""

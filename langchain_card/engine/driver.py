@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -49,7 +50,12 @@ class Driver:
         self._watch = StepWatch(clock)
         self._unread: dict[int, int] = {}  # tokens of texts that the target begins to read
         self._target = make_target()
-        self.transports = {name: make(self) for name, make in make_transports.items()}
+        self.transports: dict[str, Transport] = {}
+        with contextlib.ExitStack() as made:  # those before one that cannot be made are closed
+            for name, make in make_transports.items():
+                self.transports[name] = make(self)
+                made.callback(self.transports[name].close)
+            made.pop_all()
 
     # From any thread.
 

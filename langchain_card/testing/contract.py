@@ -63,7 +63,7 @@ class DrafterContract:
             yield
 
     def texts(self) -> list[Text]:
-        """What is asked, and the target's own answers."""
+        """What is asked, here and in engines, and the answers: five at least, of fifteen tokens or more."""
         return asked.texts(self.grammar)
 
     def fresh(self) -> Drafter:
@@ -233,6 +233,10 @@ class DrafterContract:
     def _each_text(self) -> Iterator[tuple[Text, Sequence[Text]]]:
         """Texts, each with others that come before it."""
         texts = self.texts()
+        short = [len(text.answer) for text in texts if len(text.answer) < 15]
+        assert len(texts) >= 5 and not short, (
+            f"texts() has {len(texts)} texts, {len(short)} with answers of fewer than 15 tokens: give five, and no such"
+        )
         for n in (1, 2, 4):
             yield texts[n], texts[:n]
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from langchain_card.core.messages import Proposal
-from langchain_card.core.sources import MAX_NUMBER, MAX_SECONDS
+from langchain_card.core.sources import MAX_NUMBER, MAX_SECONDS, makes_sense
 from langchain_card.ports import Budget, Drafter
 from langchain_card.testing.asked import Text
 
@@ -67,6 +67,7 @@ class Heard:
             self._nodes.append((*above, token))
         wrong = [number for number in p.expanded if not 0 <= number < len(self._nodes)]
         assert not wrong, f"expanded has {wrong}, which are no nodes"
+        assert makes_sense(p), f"the engine would refuse {p}"
         self.count += len(p.token_ids)
         self.forwarded += p.forwarded
 
@@ -84,12 +85,13 @@ class Heard:
 
     def _check_fields(self, p: Proposal) -> None:
         assert isinstance(p, Proposal), f"step returned {p!r}: it must return a list of Proposal"
-        for field, many in (("parents", p.parents), ("token_ids", p.token_ids), ("scores", p.scores)):
+        for field in ("parents", "token_ids", "scores", "expanded"):
+            many = getattr(p, field)
             assert type(many) is tuple, f"{field} is a {type(many).__name__}: it must be a tuple, which nobody changes"
         assert p.source == self.name, f"source = {p.source!r}: it must be the drafter's name, {self.name!r}"
         assert p.request_id == self.request_id, f"request_id = {p.request_id}: asked for was {self.request_id}"
         assert len(p.parents) == len(p.token_ids) == len(p.scores), "parents, token_ids, scores must be of one length"
-        whole = (p.epoch, p.root, p.first, p.applied_len, p.forwarded, p.together, p.steps)
+        whole = (p.epoch, p.root, p.first, p.applied_len, p.forwarded, p.together, p.layers, p.steps)
         for number in (*whole, *p.parents, *p.token_ids, *p.expanded):
             assert type(number) is int, f"{number!r} is a {type(number).__name__}: all but scores and times must be int"
         assert p.first + len(p.token_ids) <= MAX_NUMBER, f"an epoch may number {MAX_NUMBER:,} nodes: raise epoch"
@@ -102,7 +104,9 @@ class Heard:
         assert p.steps == 1, f"steps = {p.steps}: each call of step is one"
         assert 0 <= p.forwarded <= p.together, f"forwarded = {p.forwarded}, together = {p.together}: 0 <= one <= other"
         for seconds in (p.elapsed, p.reading):
+            assert type(seconds) in (int, float), f"elapsed or reading is a {type(seconds).__name__}, not a float"
             assert 0 <= seconds <= MAX_SECONDS, f"elapsed or reading = {seconds} seconds"
+        assert 1 <= p.layers <= MAX_NUMBER, f"layers = {p.layers}: a step that brings nothing looked at one, too"
 
 
 class Life:

@@ -15,7 +15,9 @@ _SHARED = (types.ModuleType, type, types.CodeType, types.FrameType)
 
 
 def held(drafter: Any) -> int:
-    """Objects, entries of containers and numbers in tensors that a drafter, its classes and its module's globals hold.
+    """Objects, entries of containers, numbers in tensors and bytes of arrays that a drafter can reach.
+
+    It is asked itself, and so are its classes and its module's globals.
 
     It is a count, not bytes: the same calls give the same number, whatever the allocator does.
     """
@@ -31,8 +33,19 @@ def held(drafter: Any) -> int:
             count += one.numel()
         elif isinstance(one, _CONTAINERS):
             count += len(one)
+        else:
+            count += _num_bytes(one)
         if isinstance(one, types.FunctionType):
             todo += one.__closure__ or ()
         else:
             todo += gc.get_referents(one)
     return count
+
+
+def _num_bytes(one: Any) -> int:
+    """Of what keeps numbers side by side, as arrays do."""
+    try:
+        with memoryview(one) as view:
+            return view.nbytes
+    except (TypeError, BufferError, ValueError):
+        return 0
