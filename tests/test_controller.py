@@ -51,6 +51,17 @@ def test_a_node_is_expanded_when_its_row_costs_less_than_it_saves() -> None:
     assert missed.widths[:3] == (1, 1, Limits().max_draft_width), "narrow after a miss, then wide"
 
 
+def test_leave_is_for_layers_whatever_a_step_brings() -> None:
+    """A draft above another drafter gets as many steps as bring the largest lead."""
+    policy, load = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05), Load("parallel")
+    for _ in range(100):
+        policy.saw_draft_step(load, 5, 5, 0.01, 4)
+    assert len(policy.leave(load, hit=True).widths) in (4, 5), "16 layers, by steps of 4"
+    for _ in range(100):
+        policy.saw_draft_step(load, 50, 50, 0.01, 50)
+    assert len(policy.leave(load, hit=True).widths) == 1
+
+
 def test_requests_that_share_draft_steps_make_them_cheap() -> None:
     """Rows cost nothing in steps of 8 and of 16 nodes, though one request's share of them differs."""
     load, policy = Load("parallel", 8), Controller(shared_device=False)
