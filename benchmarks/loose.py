@@ -168,8 +168,7 @@ def report(name: str, rows: list[Row], rules: Sequence[str]) -> None:
             f"{gain(pairs):+.2f} {shown(bootstrap(pairs, gain))}; "
             f"rescued {share(own):.2%} of tokens {shown(bootstrap(own, share), 100)}; "
             f"right {right} of {len(own)} {shown(wilson(right, len(own)), 100)}, "
-            f"{100 * better(pairs):+.1f} {shown(bootstrap(pairs, better), 100)}; "
-            f"other texts {sum(a['text'] != b['text'] for a, b in pairs)}"
+            f"{100 * better(pairs):+.1f} {shown(bootstrap(pairs, better), 100)}"
         )
 
 
