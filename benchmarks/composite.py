@@ -1,6 +1,6 @@
 """Several drafters at once, on a virtual clock: n-grams, a draft model, both beside each other, one above the other.
 
-    python benchmarks/composite.py [--device NAME] [--draft-ms MS] [--traces DIR]
+    python benchmarks/composite.py [--device NAME] [--draft-ms MS] [--traces DIR] [--two-devices]
 
 Target and draft model replay recorded texts (`langchain-card bench --record`) with the step times of a measured device;
 the n-gram drafter, the coordinator and its controller are the real ones, and learn as they go from text to text. Each
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from langchain_card.bench.contenders import Costs
 from langchain_card.bench.contest import CPU_SLOTS, controller
-from langchain_card.bench.devices import Device, load_device
+from langchain_card.bench.devices import load_device
 from langchain_card.bench.traces import Trace, TraceScript, shipped
 from langchain_card.config import Limits
 from langchain_card.core.request import Request, SamplingParams
@@ -38,9 +38,11 @@ BLOCK = 8
 """Candidates that the draft model asks n-grams for at a time, as `stack=("ngram",)` has it."""
 
 
-def seconds(traces: list[Trace], device: Device, costs: Costs, model: bool, beside: bool, below: bool) -> float:
-    """Of all texts, one after the other."""
-    policy, limits, spent = controller(shared_device=True, limits=Limits()), Limits(), 0.0
+def seconds(
+    traces: list[Trace], slowdown: tuple[float, float] | None, costs: Costs, model: bool, beside: bool, below: bool
+) -> float:
+    """Of all texts, one after the other; without a slowdown, which shared devices have, there are two."""
+    policy, limits, spent = controller(shared_device=slowdown is not None, limits=Limits()), Limits(), 0.0
     ngrams = [NgramDrafter(Setting(limits=limits)) for _ in range(2)]
     for number, trace in enumerate(traces):
         script, drafter = TraceScript(trace, traces), None
@@ -48,7 +50,12 @@ def seconds(traces: list[Trace], device: Device, costs: Costs, model: bool, besi
             level = Below(ngrams[1], BLOCK) if below else None
             drafter = ToyDrafter(script, step_time=costs.draft, num_slots=CPU_SLOTS, below=level)
         simulation = Simulation(
-            ToyTarget(script, costs.target), drafter, policy, limits, device.slowdown, ngrams[:1] if beside else ()
+            ToyTarget(script, costs.target),
+            drafter,
+            policy,
+            limits,
+            slowdown or (1.0, 1.0),
+            ngrams[:1] if beside else (),
         )
         params = SamplingParams(max_tokens=len(trace.token_ids), tenant=str(number))
         (answer,) = simulation.run([Request(number, trace.prompt_ids, params)])
@@ -62,15 +69,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="step times: a name or a file")
     parser.add_argument("--draft-ms", type=float, default=43.0, help="of a draft step: 43, of the draft in four bits")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="traces of your own")
+    parser.add_argument("--two-devices", action="store_true", help="draft and target do not share one")
     args = parser.parse_args()
     device, kinds = load_device(args.device), shipped(args.traces)
     costs = device.costs(1e3 * device.costs().target(1) / args.draft_ms)
+    slowdown = None if args.two_devices else device.slowdown
     print(f"{'':30}" + "".join(f"{kind:>8}" for kind in kinds))
     for name, parts in METHODS.items():
         found = []
         for traces in kinds.values():
             tokens = sum(len(trace.token_ids) for trace in traces)
-            found.append(tokens * costs.target(1) / seconds(traces, device, costs, *parts))
+            found.append(tokens * costs.target(1) / seconds(traces, slowdown, costs, *parts))
         print(f"{name:30}" + "".join(f"{speedup:8.2f}" for speedup in found), flush=True)
 
 
