@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -110,8 +111,14 @@ async def test_streams_carry_each_tokens_own(model: CARDChatModel) -> None:
     joined = chunks[0]
     for chunk in chunks[1:]:
         joined += chunk
-    assert _content(joined) == whole
-    assert [entry async for chunk in model.astream("hi", **options) for entry in _entries(chunk)] == whole
+    assert _rounded(_content(joined)) == _rounded(whole)
+    streamed = [entry async for chunk in model.astream("hi", **options) for entry in _entries(chunk)]
+    assert _rounded(streamed) == _rounded(whole)
+
+
+def _rounded(content: Any) -> Any:
+    """Without last bits: one call's passes have other rows than another's."""
+    return json.loads(json.dumps(content), parse_float=lambda text: round(float(text), 9))
 
 
 def _entries(chunk: Any) -> list[dict[str, Any]]:

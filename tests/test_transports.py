@@ -18,6 +18,7 @@ from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.ports import Budget, DraftCommand
 from langchain_card.testing import ToyDrafter, ToyModel
 from langchain_card.testing.sleeping import SleepingEngine
+from langchain_card.transports import thread
 from langchain_card.transports.thread import Mailbox, ThreadTransport
 
 PROMPT = (1, 2)
@@ -133,6 +134,24 @@ def test_what_is_dropped_is_not_half_applied() -> None:
     assert applied == ["begins", "ends"]
     assert mailbox.take(wait=False) == m.End("toy", 1)
     applying.join()
+
+
+def test_room_is_freed_before_another_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that waits for the thread is applied before a request begins whose steps are taken elsewhere."""
+    reads = threading.Event()
+    monkeypatch.setattr(thread, "work", lambda *_, **__: reads.wait())
+    worker = DraftWorker(Watched(), lambda proposal: None, lambda request_ids: None)
+    transport = ThreadTransport(worker, name="toy", on_death=lambda error: None)
+    worker.handle(begin(1))
+    worker.handle(begin(2))
+    transport.send(m.Correct("toy", 2, 0, (5,)))
+    transport.send(m.End("toy", 1))
+    assert worker.begun.keys() == {1, 2}, "the thread is busy"
+    transport.send(begin(3, "sequential"))
+    assert worker.begun.keys() == {2, 3}
+    assert transport._mailbox.take(wait=False) == m.Correct("toy", 2, 0, (5,)), "all else waits"
+    reads.set()
+    transport.close()
 
 
 class Mumbling(Watched):

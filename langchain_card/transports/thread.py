@@ -78,6 +78,14 @@ class Mailbox(MessageQueue[DraftCommand]):
                 apply(command)
             return command is not None
 
+    def hand_ends(self, apply: Callable[[DraftCommand], None]) -> None:
+        """Applies the ends that wait. Nothing of their requests stands before them, so the order stays."""
+        with self._changed:
+            ends = [command for command in self._messages if isinstance(command, End)]
+            self._messages = [command for command in self._messages if not isinstance(command, End)]
+            for command in ends:
+                apply(command)
+
     def drop(self, request_id: int) -> None:
         """Forgets a request's commands; none of them is half applied after that."""
         with self._changed:
@@ -130,6 +138,7 @@ class ThreadTransport:
         if isinstance(command, Begin) and command.schedule != "parallel":
             self._inline_ids.add(command.request_id)
             self._mailbox.drop(command.request_id)  # of its parallel life; a beginning ends that, too
+            self._mailbox.hand_ends(self._inline.send)  # they free the room that this one takes
         if command.request_id not in self._inline_ids:
             self._mailbox.put(command)
             return
