@@ -22,8 +22,8 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 10 to 15 minutes)
 	@$(BIN)/langchain-card chat --demo
 
-test: setup ## the tests (first time: 93 MB to download; about half an hour on two cores)
-	@echo "Running the tests: about half an hour on two cores; they download a 93 MB model when it is not there yet."
+test: setup ## the tests (first time: 93 MB to download; up to an hour on two cores)
+	@echo "Running the tests: up to an hour on two cores; they download a 93 MB model when it is not there yet."
 	@$(BIN)/python -m pytest -m "not slow"
 
 test-slow: setup ## the tests that need the 1.5B pair (about an hour on two cores)

@@ -157,19 +157,24 @@ def is_right(text: str, row: Row) -> bool:
 
 
 def report(name: str, rows: list[Row], rules: Sequence[str]) -> None:
+    """A table for `docs/performance.md`."""
     by_rule = {rule: sorted((r for r in rows if r["rule"] == rule), key=lambda r: r["number"]) for rule in rules}
     base = by_rule[rules[0]]
-    print(f"\n{name}, {len(base)} rows (differences to {rules[0]})")
+    print(f"\n| {name}, {len(base)} rows | tokens a round | more than {rules[0]} | rescued, % | right | points more |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for rule, own in by_rule.items():
-        pairs = [*zip(base, own, strict=True)]
-        right = sum(row["right"] for row in own)
-        print(
-            f"{rule:22} tokens per round {pace(own):.2f} {shown(bootstrap(own, pace))}, "
-            f"{gain(pairs):+.2f} {shown(bootstrap(pairs, gain))}; "
-            f"rescued {share(own):.2%} of tokens {shown(bootstrap(own, share), 100)}; "
-            f"right {right} of {len(own)} {shown(wilson(right, len(own)), 100)}, "
-            f"{100 * better(pairs):+.1f} {shown(bootstrap(pairs, better), 100)}"
-        )
+        pairs, right = [*zip(base, own, strict=True)], sum(row["right"] for row in own)
+        cells = [
+            f"`{rule}`",
+            f"{pace(own):.2f} {shown(bootstrap(own, pace))}",
+            f"{gain(pairs):.2f} {shown(bootstrap(pairs, gain))}",
+            f"{100 * share(own):.2f} {shown(bootstrap(own, share), 100)}",
+            f"{right} {shown(wilson(right, len(own)), len(own), 0)}",
+            f"{100 * better(pairs):.1f} {shown(bootstrap(pairs, better), 100, 0)}",
+        ]
+        if own is base:
+            cells = [*cells[:2], "", "", cells[4], ""]
+        print("| " + " | ".join(cells) + " |")
 
 
 def pace(rows: Sequence[Row]) -> float:
@@ -188,8 +193,8 @@ def better(pairs: Sequence[tuple[Row, Row]]) -> float:
     return statistics.mean(own["right"] - base["right"] for base, own in pairs)
 
 
-def shown(interval: Interval, times: float = 1.0) -> str:
-    return "[{:.2f}, {:.2f}]".format(*(times * bound for bound in interval))
+def shown(interval: Interval, times: float = 1.0, digits: int = 2) -> str:
+    return "({})".format(" to ".join(f"{times * bound:.{digits}f}" for bound in interval))
 
 
 def bootstrap(items: Sequence[Any], figure: Callable[[Sequence[Any]], float], draws: int = 2000) -> Interval:
