@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from typing_extensions import Self
 
 from langchain_card.config import Limits
-from langchain_card.core.messages import Begin, Correct, Emit, End, Grow, Proposal, Verdict, Window
+from langchain_card.core.messages import (
+    Begin,
+    Correct,
+    Effect,
+    Emit,
+    End,
+    Event,
+    Grow,
+    Proposal,
+    Verdict,
+    Window,
+)
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.core.walk import AcceptanceRule as AcceptanceRule
 from langchain_card.errors import InvalidInputError
@@ -47,6 +58,13 @@ class Budget:
     min_chance: float = 0.0
     ahead: tuple[int, ...] = ()
     whole: bool = False
+
+
+class Observer(Protocol):
+    """Sees the protocol at work, as a trace does. Called on the target's thread, which waits for it."""
+
+    def __call__(self, event: Event, effects: Sequence[Effect]) -> None:
+        """An event, and the effects that are carried out next."""
 
 
 class Drafter(Protocol):

@@ -7,18 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from langchain_card.bench.canvas import plt
 from langchain_card.bench.changes import Change
 from langchain_card.bench.contest import Row
-from langchain_card.errors import InvalidInputError
-
-try:
-    import matplotlib as mpl
-    from matplotlib import pyplot as plt
-except ImportError as error:
-    hint = "pip install 'langchain-card[bench]'"
-    raise InvalidInputError("--plot", "matplotlib", "is not installed", hint) from error
-
-mpl.use("Agg")
 
 STYLES = {
     "card": ("card (this engine, learns as it goes)", "#c1121f", 3.0),

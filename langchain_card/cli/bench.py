@@ -49,20 +49,14 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong is, before hours of work."""
     from langchain_card.checks import check_range
-    from langchain_card.errors import InvalidInputError
+    from langchain_card.cli.fields import check_output
 
     for ratio in args.ratios or ():
         check_range("--ratios", ratio, 0.01, 1000.0, "target pass / draft step")
     check_range("--count", args.count, 1, 100_000)
-    files = {"record": [".json"], "steps": [".json"], "json": [".json"], "plot": [".png", ".svg", ".pdf"]}
-    for option, endings in files.items():
-        path: Path | None = getattr(args, option)
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise InvalidInputError(f"--{option}", str(path), "its folder does not exist", f"mkdir -p {path.parent}")
-        if path.suffix not in endings:
-            raise InvalidInputError(f"--{option}", str(path), f"must end in {' or '.join(endings)}")
+    for option in ("record", "steps", "json"):
+        check_output(f"--{option}", getattr(args, option), ".json")
+    check_output("--plot", args.plot, ".png", ".svg", ".pdf")
 
 
 def _record(args: argparse.Namespace) -> None:

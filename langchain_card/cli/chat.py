@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from langchain_card.cli.render import Screen
     from langchain_card.engine.engine import Engine
     from langchain_card.engine.generation import Completion, Generation
+    from langchain_card.ports import Observer
 
 MAX_TOKENS = 512
 DEMO_TOKENS = 144
@@ -72,8 +73,8 @@ def _run_demo(config: EngineConfig, params: SamplingParams, opening: list[dict[s
     return demo.run(Screen(), config, params, opening)
 
 
-def load(screen: Screen, config: EngineConfig) -> Engine:
-    """Brings the models here where needed, loads them, and shows how far it is."""
+def load(screen: Screen, config: EngineConfig, observe: Observer | None = None) -> Engine:
+    """Brings the models here where needed, loads them, and shows how far it is; `observe` sees the engine's work."""
     from langchain_card.progress import ConsoleProgress
 
     with screen.waiting("loading torch and transformers"):
@@ -87,7 +88,7 @@ def load(screen: Screen, config: EngineConfig) -> Engine:
     with ConsoleProgress() as progress:
         pair = resolve(config, progress)
     with screen.waiting(f"loading {config.model}" + (f" and {config.draft_model}" if config.has_draft else "")):
-        return Engine(config, pair=pair)
+        return Engine(config, pair=pair, observe=observe)
 
 
 @contextlib.contextmanager

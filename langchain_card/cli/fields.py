@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, default_draft_model, default_model
+from langchain_card.errors import InvalidInputError
 
 
 def add_engine_fields(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +31,16 @@ def add_drafter_fields(parser: argparse.ArgumentParser) -> None:
     beside = 'drafters beside the draft model, such as "ngram?table=code.ngrams", or "none" (n-grams)'
     parser.add_argument("--drafters", nargs="+", metavar="SPEC", help=beside)
     parser.add_argument("--stack", nargs="+", default=(), metavar="SPEC", help="below it, from the top (n-grams)")
+
+
+def check_output(option: str, path: Path | None, *endings: str) -> None:
+    """Raises `InvalidInputError` where a file to be written has no folder, or another ending than these."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise InvalidInputError(option, str(path), "its folder does not exist", f"mkdir -p {path.parent}")
+    if path.suffix not in endings:
+        raise InvalidInputError(option, str(path), f"must end in {' or '.join(endings)}")
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:

@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
     from langchain_card.bench.levels import read_levels
     from langchain_card.bench.plan import stacks
     from langchain_card.checks import check_range
+    from langchain_card.cli.fields import check_output
     from langchain_card.errors import InvalidInputError
 
     check_range("--count", args.count, 1, 100_000)
     check_range("--max-tokens", args.max_tokens, 16, 100_000)
-    if args.json is not None and not args.json.parent.is_dir():
-        raise InvalidInputError("--json", str(args.json), "its folder does not exist", f"mkdir -p {args.json.parent}")
+    check_output("--json", args.json, ".json")
     if args.acceptance != "exact":
         limit = "is lossy: plans are for the exact rule"
         raise InvalidInputError("--acceptance", args.acceptance, limit, "leave it out")

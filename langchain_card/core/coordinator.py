@@ -172,7 +172,7 @@ class Coordinator:
         state.stats.rescued += sum(verdict.target_ids[row] != token for row, token in zip(rows, tokens))  # noqa: B905
         logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
         by = (*accepted, "")[: len(tokens)]
-        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs)]
+        effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs, hit)]
         if reason is not None:
             reason = FinishReason.LENGTH if state.stats.closed else reason
             return effects + self._finish(state, reason, now)

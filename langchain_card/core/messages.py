@@ -135,7 +135,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A drafter published candidates."""
+    """A drafter published candidates, at `now`, perhaps while the target was busy."""
 
     proposal: Proposal
     now: float
@@ -299,12 +299,16 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """To the consumer: committed tokens; for each the drafter that proposed it, or "", and what `logprobs` asked."""
+    """To the consumer: committed tokens; for each the drafter that proposed it, or "", and what `logprobs` asked.
+
+    `hit` says whether the last one, which the target alone has chosen, is in the cache already.
+    """
 
     request_id: int
     token_ids: tuple[int, ...]
     sources: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    hit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from langchain_card.engine.chosen import choose
 from langchain_card.engine.drafts import needs_process, setting_of, transport_makers
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.target_worker import TargetWorker
-from langchain_card.ports import AcceptanceRule, Constraint
+from langchain_card.ports import AcceptanceRule, Constraint, Observer
 from langchain_card.runtime.files import Progress
 from langchain_card.runtime.loader import ModelSpec, Pair, acquire_model, release_model
 from langchain_card.runtime.runner import ModelRunner
@@ -28,6 +28,7 @@ def start_driver(
     constrain: Callable[[str], Constraint],
     held: contextlib.ExitStack,
     progress: Progress,
+    observe: Observer | None = None,
 ) -> Driver:
     """Loads the models, and starts all workers.
 
@@ -37,6 +38,7 @@ def start_driver(
         constrain: what a grammar allows, before the answer.
         held: ends and frees everything when it is closed.
         progress: told about a draft process that starts.
+        observe: shown what the coordinator hears and does.
 
     Raises:
         CARDError: whatever loading raises.
@@ -81,7 +83,7 @@ def start_driver(
     overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
     core = Coordinator([*makers], limits, policy, pair.vocab_size, chains=strict, rule=rule)
-    driver = Driver(core, make_target, {source.name: make for source, make in makers.items()})
+    driver = Driver(core, make_target, {source.name: make for source, make in makers.items()}, observe=observe)
     held.callback(_close_transports, driver)
     if apart:
         progress.update(f"load {config.draft_model} in a process of its own", 0, 0)

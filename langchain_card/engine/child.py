@@ -83,7 +83,7 @@ class _Answer:
 
     def push(self, emit: Emit) -> None:
         """Stop strings are looked for in the parent."""
-        self._wire.send(Wrote(emit.request_id, emit.token_ids, emit.sources, emit.logprobs, self._stats))
+        self._wire.send(Wrote(emit.request_id, emit.token_ids, emit.sources, emit.logprobs, self._stats, emit.hit))
 
     def finish(self, reason: FinishReason, stats: RequestStats) -> None:
         """It ended."""

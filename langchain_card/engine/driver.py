@@ -16,7 +16,7 @@ from langchain_card.core.request import FinishReason
 from langchain_card.engine.inbox import Inbox
 from langchain_card.engine.watch import StepWatch
 from langchain_card.errors import EngineClosedError, EngineError, is_out_of_memory
-from langchain_card.ports import Clock, Consumer, Health, Target, Transport
+from langchain_card.ports import Clock, Consumer, Health, Observer, Target, Transport
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Driver:
         make_target: makes the target's worker: here, and after a death on the driver's thread, which alone uses it.
         make_transports: by drafter, makes its transport with a fresh worker behind it.
         clock: source of time.
+        observe: shown every event and what followed from it.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Driver:
         make_target: Callable[[], Target],
         make_transports: Mapping[str, Callable[[Driver], Transport]],
         clock: Clock = time.perf_counter,
+        observe: Observer | None = None,
     ) -> None:
         self.coordinator = coordinator
-        self._clock = clock
+        self._clock, self._observe = clock, observe
         self._inbox = Inbox(clock)
         self._consumers: dict[int, Consumer] = {}
         self._sleep_until = -math.inf
@@ -65,7 +67,8 @@ class Driver:
 
     def publish(self, proposal: m.Proposal) -> None:
         """Takes a drafter's proposal."""
-        self.post(lambda now: m.Proposed(proposal, now))
+        published = self._clock()
+        self.post(lambda _: m.Proposed(proposal, published))
 
     def report_start(self, worker: str) -> None:
         """A drafter that was started is there."""
@@ -158,10 +161,10 @@ class Driver:
     def step(self) -> None:
         """Take in what happened and bring back who is due; then query, verify and commit."""
         for event in self._arrived():
-            self._perform(self.coordinator.handle(event))
+            self._handle(event)
         self._restart_due()
         if not self._inbox.closed:
-            self._perform(self.coordinator.handle(m.TargetReady(self._clock())))
+            self._handle(m.TargetReady(self._clock()))
         self._draft()
 
     def _arrived(self) -> list[m.Event]:
@@ -175,6 +178,14 @@ class Driver:
         scheduler = self.coordinator.scheduler
         return not scheduler.running and len(scheduler.waiting) < scheduler.capacity
 
+    def _handle(self, event: m.Event) -> bool:
+        """Whether anything was to be done."""
+        effects = self.coordinator.handle(event)
+        if self._observe is not None:
+            self._observe(event, effects)
+        self._perform(effects)
+        return bool(effects)
+
     def _perform(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:
             match effect:
@@ -182,7 +193,7 @@ class Driver:
                     self._draft()
                     verified = [*self._verify(windows)]
                     for event in (*self._arrived(), *verified):  # what was proposed meanwhile may be a hit
-                        self._perform(self.coordinator.handle(event))
+                        self._handle(event)
                 case m.Emit():
                     if self._emit(effect):
                         return
@@ -235,7 +246,7 @@ class Driver:
         for entry in due:
             self._restarts.remove(entry)
             if (event := self._restart(entry[1])) is not None:
-                self._perform(self.coordinator.handle(event))
+                self._handle(event)
 
     def _restart(self, worker: str) -> m.Event | None:
         """What is known of it at once: nothing of a drafter that is not there yet."""
@@ -276,9 +287,7 @@ class Driver:
             if counted is None:
                 return False
             stopped = m.Stopped(emit.request_id, FinishReason.STOP, self._clock(), counted)
-        effects = self.coordinator.handle(stopped)
-        self._perform(effects)
-        return bool(effects)  # none when the same round had ended the request anyway
+        return self._handle(stopped)  # nothing to do when the same round had ended the request anyway
 
     def _fail(self, consumer: Consumer, error: Exception) -> None:
         """Ends one request whose text could not be made."""

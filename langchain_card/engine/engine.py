@@ -24,7 +24,7 @@ from langchain_card.engine.drafts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
-from langchain_card.ports import Backend, Health
+from langchain_card.ports import Backend, Health, Observer
 from langchain_card.runtime.budget import check_budget
 from langchain_card.runtime.files import Progress, Silent
 from langchain_card.runtime.loader import Pair, resolve
@@ -45,6 +45,7 @@ class Engine:
         config: which weights run where; the built-in pair by default.
         progress: told about downloads, conversions and a draft process that starts.
         pair: models already resolved, in place of those that `config` names.
+        observe: shown every event and what followed from it; not where the engine has a process of its own.
 
     Attributes:
         config: the same, with what was left open filled in.
@@ -54,9 +55,17 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, *, progress: Progress | None = None, pair: Pair | None = None
+        self,
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        pair: Pair | None = None,
+        observe: Observer | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
+        self.config, self._observe = config or EngineConfig(), observe
+        if observe is not None and self.config.isolate:
+            limit = "cannot be watched: the engine works in a process of its own"
+            raise InvalidInputError("isolate", True, limit, "leave isolate out")
         self._pair = pair or resolve(self.config, progress)
         self.tokenizer = self._pair.tokenizer
         self.grammars = Grammars(self.tokenizer, self._pair.vocab_size, self._pair.eos_ids, self.config.limits)
@@ -88,7 +97,7 @@ class Engine:
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
         num_seqs = min(check_budget(self._pair, wanted, limits.max_window, SCRATCH), limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
-        return start_driver(self.config, self._pair, self.grammars.start, held, progress)
+        return start_driver(self.config, self._pair, self.grammars.start, held, progress, self._observe)
 
     @property
     def devices(self) -> dict[str, str]:

@@ -248,7 +248,8 @@ class Supervisor:
         if asked is None or asked.num_tokens is not None:
             return
         try:
-            asked.write(Emit(wrote.request_id, wrote.token_ids, wrote.sources, wrote.logprobs), wrote.stats)
+            emit = Emit(wrote.request_id, wrote.token_ids, wrote.sources, wrote.logprobs, wrote.hit)
+            asked.write(emit, wrote.stats)
         except Exception as error:
             log.exception("request %s could not be handed out", wrote.request_id)
             self._send(f.Stop(wrote.request_id))

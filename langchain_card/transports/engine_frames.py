@@ -82,6 +82,7 @@ class Wrote:
     sources: tuple[str, ...]
     logprobs: tuple[TokenLogprob, ...]
     stats: RequestStats
+    hit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

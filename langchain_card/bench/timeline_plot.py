@@ -1,0 +1,127 @@
+"""The picture of a timeline: what the draft guesses, what the target checks, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.patches import Patch, Rectangle
+
+from langchain_card.bench.canvas import plt
+from langchain_card.bench.timeline import Round, Timeline, corrections
+from langchain_card.core.messages import TARGET
+
+HIT, MISS, DRAFT, GUESSED, OWN = "#2a9d5c", "#d1495b", "#5b8fd6", "#cfe1f7", "#e6e6e6"
+"""Colours: of passes by what they met, of draft steps, of tokens."""
+
+_LEGEND = {
+    "draft step": DRAFT,
+    "target pass, then a hit: its last token was guessed, too": HIT,
+    "then a miss: the draft starts anew": MISS,
+    "token guessed by the draft": GUESSED,
+    "the target's own": OWN,
+}
+_WIDTH, _HEIGHT, _DPI = 9.0, 3.5, 200  # inches
+_LANE, _PITCH = 0.8, 1.55
+_SIZE, _ASPECT = 7.0, 0.602  # of the answer's letters: points, and width by height
+_ROW, _ROWS = 0.3, 5
+_SHOWN = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
+
+
+def plot_timeline(
+    timeline: Timeline,
+    decode: Callable[[Sequence[int]], str],
+    names: Mapping[str, str],
+    path: Path,
+    first: int = 1,
+    count: int = 8,
+) -> None:
+    """Draws some rounds of an answer.
+
+    Args:
+        timeline: of the answer.
+        decode: token ids -> text.
+        names: by lane, the model's.
+        path: where the picture goes; its ending says what kind of file.
+        first: of the rounds that are drawn; the first of all reads the prompt.
+        count: rounds.
+    """
+    rounds = timeline.rounds[first : first + count] or timeline.rounds[-1:]
+    begin, end = rounds[0].begin, rounds[-1].end
+    figure, panel = plt.subplots(figsize=(_WIDTH, _HEIGHT))
+    panel.set_xlim(0, 1e3 * (end - begin))
+    lanes = {name: _PITCH * place for place, name in enumerate((TARGET, *timeline.sources))}
+
+    def ms(seconds: float) -> float:
+        return 1e3 * (min(max(seconds, begin), end) - begin)
+
+    for done in rounds:
+        _block(panel, ms(done.begin), ms(done.end), lanes[TARGET], MISS if done.hit is False else HIT)
+        label = f"{done.rows - 1} checked\n{len(done.token_ids)} written"
+        middle = (ms(done.begin) + ms(done.end)) / 2
+        panel.text(middle, lanes[TARGET] + _LANE / 2, label, color="white", size=6.5, ha="center", va="center")
+    for step in timeline.drafts:
+        if step.end > begin and step.begin < end:
+            _block(panel, ms(step.begin), ms(step.end), lanes[step.source], DRAFT)
+    for done, step in corrections(timeline):
+        if done in rounds and step.begin < end:
+            colour = MISS if done.hit is False else HIT
+            ends = (ms(done.end), lanes[TARGET] + _LANE), (ms(step.begin), lanes[step.source])
+            panel.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.1})
+    for done in rounds:
+        _write(panel, done, ms(done.begin), ms(done.end), decode)
+    _label(figure, panel, timeline, lanes, names)
+    figure.savefig(path, dpi=_DPI)
+    plt.close(figure)
+
+
+def _block(panel: Any, begin: float, end: float, bottom: float, colour: str) -> None:
+    gap = min(0.0015 * panel.get_xlim()[1], (end - begin) / 4)
+    panel.add_patch(Rectangle((begin, bottom), end - begin - gap, _LANE, color=colour, lw=0))
+
+
+def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[Sequence[int]], str]) -> None:
+    """The tokens of a round below it, in as many rows as they need, each on the colour of who had it first."""
+    points = panel.get_position().width * _WIDTH * 72
+    letter = _SIZE * _ASPECT * panel.get_xlim()[1] / points
+    across = max(1, int((end - begin) / letter) - 1)
+    row, column = 0, 0
+    for token_id, source in zip(done.token_ids, done.sources, strict=True):
+        text = _visible(decode([token_id]))
+        if column and column + len(text) > across:
+            row, column = row + 1, 0
+        if row == _ROWS:
+            return
+        text = text if len(text) <= across else text[: across - 1] + "…"
+        left, top = begin + column * letter, -0.25 - row * _ROW
+        colour = GUESSED if source else OWN
+        panel.add_patch(Rectangle((left, top - 0.22), (len(text) - 0.1) * letter, 0.25, color=colour, lw=0))
+        panel.text(left, top - 0.16, text, family="monospace", size=_SIZE, parse_math=False)
+        column += len(text)
+
+
+def _visible(text: str) -> str:
+    """With signs for white space, and for what the picture's font has not."""
+    font = get_font(findfont(FontProperties(family="monospace")))
+    return "".join(char if font.get_char_index(ord(char)) else "▯" for char in text.translate(_SHOWN))
+
+
+def _label(figure: Any, panel: Any, timeline: Timeline, lanes: Mapping[str, float], names: Mapping[str, str]) -> None:
+    for lane, bottom in lanes.items():
+        role = "target" if lane == TARGET else "draft"
+        text = f"{role}: {names.get(lane, lane)}\nbusy {timeline.busy(lane):.0%}"
+        panel.text(
+            -0.01, bottom + _LANE / 2, text, size=7.5, ha="right", va="center", transform=panel.get_yaxis_transform()
+        )
+    panel.text(-0.01, -0.35, "the answer", size=7.5, ha="right", va="center", transform=panel.get_yaxis_transform())
+    panel.set_ylim(-0.3 - _ROW * _ROWS, max(lanes.values()) + _LANE + 0.1)
+    panel.set_yticks([])
+    panel.tick_params(labelsize=7)
+    panel.set_xlabel("milliseconds", size=7.5)
+    for side in ("left", "right", "top"):
+        panel.spines[side].set_visible(False)
+    patches = [Patch(color=colour, label=words) for words, colour in _LEGEND.items()]
+    figure.legend(handles=patches, loc="upper center", ncol=3, frameon=False, fontsize=7, handlelength=1.2)
+    figure.subplots_adjust(left=0.17, right=0.99, top=0.86, bottom=0.12)

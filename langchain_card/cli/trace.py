@@ -1,0 +1,96 @@
+"""`langchain-card trace`: what draft and target do while one answer is written, as a picture and for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_card.core.messages import TARGET
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from langchain_card.bench.timeline import Timeline
+    from langchain_card.cli.render import Screen
+
+WARM_UP = 16
+"""Tokens that are written before, so that costs are known and kernels compiled."""
+
+
+def register(subparsers: Any) -> None:
+    """Add `trace`."""
+    from langchain_card.cli.fields import add_drafter_fields, add_engine_fields
+    from langchain_card.config import SCHEDULES
+
+    parser = subparsers.add_parser("trace", help="one answer's timeline: a picture, and a file for Perfetto")
+    parser.add_argument("prompt", nargs="?", help="the question (the demo's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the trace for ui.perfetto.dev")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw some rounds (needs the extra `bench`)")
+    parser.add_argument("--first", type=int, default=1, metavar="ROUND", help="that is drawn; 0 reads the prompt (1)")
+    parser.add_argument("--rounds", type=int, default=8, help="that are drawn (8)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of the answer (96)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--schedule", default="parallel", choices=SCHEDULES, help="(parallel)")
+    add_engine_fields(parser)
+    add_drafter_fields(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer, draw, write."""
+    from langchain_card.bench.timeline import Tracer
+    from langchain_card.checks import check_range
+    from langchain_card.cli.chat import load
+    from langchain_card.cli.demo import PROMPT
+    from langchain_card.cli.fields import check_output, drafter_fields, engine_fields
+    from langchain_card.cli.render import Screen
+    from langchain_card.config import EngineConfig
+    from langchain_card.core.request import SamplingParams
+
+    check_output("--json", args.json, ".json")
+    check_output("--plot", args.plot, ".png", ".svg", ".pdf")
+    check_range("--first", args.first, 0, 100_000)
+    check_range("--rounds", args.rounds, 1, 1000)
+    if args.plot is not None:
+        from langchain_card.bench import timeline_plot  # fails before the work, where matplotlib is absent
+    config = EngineConfig(**engine_fields(args), **drafter_fields(args))
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, schedule=args.schedule)
+    params.check(config.limits)
+    screen, tracer = Screen(), Tracer()
+    with load(screen, config, tracer) as engine:
+        from langchain_card.bench.record import asked_as_user
+
+        prompt_ids = asked_as_user(engine, args.prompt or PROMPT)
+        engine.submit(
+            prompt_ids, replace(params, max_tokens=min(WARM_UP, params.max_tokens), tenant="warm-up")
+        ).result()
+        generation = engine.submit(prompt_ids, params)
+        screen.stream(generation, tint=True)
+        generation.result()
+        decode = engine.tokenizer.decode
+    timeline = tracer.timelines[generation.request.request_id]
+    names = {TARGET: config.model, **{name: config.draft_model or name for name in timeline.sources}}
+    _say(screen, timeline, names)
+    if args.json is not None:
+        from langchain_card.bench.perfetto import to_perfetto
+
+        args.json.write_text(json.dumps(to_perfetto(timeline, decode)))
+        screen.note(f"{args.json}: open it at https://ui.perfetto.dev")
+    if args.plot is not None:
+        timeline_plot.plot_timeline(timeline, decode, names, args.plot, args.first, args.rounds)
+        screen.note(f"{args.plot}: rounds {args.first} to {args.first + args.rounds - 1} of {len(timeline.rounds)}")
+    return 0
+
+
+def _say(screen: Screen, timeline: Timeline, names: Mapping[str, str]) -> None:
+    stats = timeline.stats
+    screen.say(
+        f"\n{stats.output_tokens} tokens in {len(timeline.rounds)} rounds of the target, {stats.tokens_per_second:.1f} "
+        f"tokens/s; {stats.hits} rounds hit; schedule {stats.schedule}"
+    )
+    for lane in (TARGET, *timeline.sources):
+        steps = len(timeline.rounds) if lane == TARGET else sum(step.source == lane for step in timeline.drafts)
+        screen.say(f"{names[lane]}: {steps} steps, busy {timeline.busy(lane):.0%} of the time")
