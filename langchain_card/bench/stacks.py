@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from langchain_card import plugins
+from langchain_card.bench.bounds import Measured
 from langchain_card.bench.plan import Case, Plan
 from langchain_card.bench.record import asked_as_user
 from langchain_card.config import EngineConfig, Pins
@@ -37,22 +36,6 @@ def configured(fields: Mapping[str, Any], case: Case, plan: Plan) -> EngineConfi
 def _with_block(name: str, block: int) -> str:
     bare, _ = plugins.take_option(name, "block")
     return f"{bare}{'&' if '?' in bare else '?'}block={block}"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """How many times as fast as plain decoding: the mean over texts, and its bootstrapped bounds (95 %)."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, ratios: Sequence[float], draws: int = 4000) -> Measured:
-        """From a ratio a text."""
-        rng = random.Random(0)  # noqa: S311 - the same bounds always
-        means = sorted(statistics.mean(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-        return cls(statistics.mean(ratios), means[int(0.025 * draws)], means[int(0.975 * draws)])
 
 
 def times_plain(
@@ -83,7 +66,7 @@ def verdict(measured: Mapping[str, Measured]) -> str:
     Args:
         measured: by what was run; plain decoding is 1.
     """
-    best = max(measured, key=lambda name: measured[name].mean)
+    best = max(measured, key=lambda name: measured[name].value)
     if measured[best].high < 1.0:
         return "Do not speculate: plain decoding is the fastest here."
     level = [name for name, each in measured.items() if name != best and each.high > measured[best].low]

@@ -1,8 +1,9 @@
-"""`langchain-card bench --simulate | --record | --steps`."""
+"""`langchain-card bench`: methods side by side, for real; with `--simulate | --record | --steps` on a virtual clock."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -10,39 +11,60 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_card.bench.contest import Row
+    from langchain_card.bench.race import Race
     from langchain_card.bench.traces import Trace
+    from langchain_card.cli.render import Screen
+
+METHODS = ("plain", "sequential", "parallel", "card")
+COUNT, RECORDED = 20, 8
+"""Prompts by default: of a comparison; to record, or steps to measure."""
 
 
 def register(subparsers: Any) -> None:
     """Add `bench`."""
-    parser = subparsers.add_parser("bench", help="measure: this engine against others on a virtual clock")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--simulate", action="store_true", help="the contest over recorded traces")
+    from langchain_card.cli.fields import add_drafter_fields, add_engine_fields
+
+    parser = subparsers.add_parser(
+        "bench", help="compare ways to decode, side by side: measured, or on a virtual clock"
+    )
+    add_engine_fields(parser)
+    add_drafter_fields(parser)
+    known = (
+        "plain, sequential, parallel, card (auto), ngram, model, beside, below; hf-float32, hf-generate, hf-assisted"
+    )
+    known += ", hf-prompt-lookup (transformers), flashspec (if it is installed)"
+    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"of {known}")
+    sets = "own (default), copying or humaneval, or a file of JSON lines"
+    parser.add_argument("--prompts", metavar="SET", help=sets)
+    parser.add_argument("--count", type=int, help=f"prompts ({COUNT}); to record, or steps of each size ({RECORDED})")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--batch", type=int, default=1, help="prompts at once (1)")
+    parser.add_argument("--repeat", type=int, default=1, help="times that all prompts are answered (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, as they come")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (needs the extra `bench`)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--simulate", action="store_true", help="the contest over recorded traces, on a virtual clock")
     what.add_argument("--record", type=Path, metavar="FILE", help="record a pair's traces into FILE")
     what.add_argument("--steps", type=Path, metavar="FILE", help="measure a pair's step times here into FILE")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="traces of your own, one JSON file a kind of text")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows of the contest")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the contest (needs the extra `bench`)")
     parser.add_argument("--ratios", type=float, nargs="+", metavar="C", help="target pass / draft step (1 to 64)")
     parser.add_argument("--gpu", default="h200", help="step times where each model has its device: a name or a file")
     parser.add_argument("--cpu", default="cpu", help="step times where they share one")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="what to ask when recording: JSON lines")
-    parser.add_argument("--count", type=int, default=8, help="prompts to record, or steps of each size (8)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each recorded answer (128)")
-    parser.add_argument("--model", default="qwen2.5-coder-1.5b")
-    parser.add_argument("--draft-model", default="qwen2.5-coder-0.5b")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record, measure or simulate."""
+    """Compare, record, measure or simulate."""
     _check(args)
     if args.record is not None:
         _record(args)
     elif args.steps is not None:
         _measure(args)
-    else:
+    elif args.simulate:
         _simulate(args)
+    else:
+        _compare(args)
     return 0
 
 
@@ -53,10 +75,72 @@ def _check(args: argparse.Namespace) -> None:
 
     for ratio in args.ratios or ():
         check_range("--ratios", ratio, 0.01, 1000.0, "target pass / draft step")
+    if args.count is None:
+        args.count = RECORDED if args.record is not None or args.steps is not None else COUNT
     check_range("--count", args.count, 1, 100_000)
+    check_range("--batch", args.batch, 1, 1000)
+    check_range("--repeat", args.repeat, 1, 1000)
     for option in ("record", "steps", "json"):
         check_output(f"--{option}", getattr(args, option), ".json")
     check_output("--plot", args.plot, ".png", ".svg", ".pdf")
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from langchain_card.bench import machine, prompts
+    from langchain_card.bench.methods import Asked, check_methods, open_methods
+    from langchain_card.bench.race import Race, explain, race
+    from langchain_card.bench.record import asked_as_user
+    from langchain_card.cli.chat import load
+    from langchain_card.cli.fields import drafter_fields, engine_fields
+    from langchain_card.cli.render import Screen
+    from langchain_card.config import EngineConfig
+    from langchain_card.core.request import SamplingParams
+
+    if args.plot is not None:
+        from langchain_card.bench import canvas  # noqa: F401 - fails before the work, where matplotlib is absent
+    config, screen = EngineConfig(**engine_fields(args), **drafter_fields(args)), Screen()
+    asked = Asked(args.max_tokens, args.temperature, args.batch)
+    SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature).check(config.limits)
+    names = check_methods(args.methods, config, asked)
+    texts = prompts.find(args.prompts or "own", args.count)
+    about = {"command": " ".join(["langchain-card", *sys.argv[1:]]), "machine": machine.describe()}
+
+    def save(found: Race) -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(about | found.to_json()) + "\n")
+
+    def report(found: Race, number: int, total: int) -> None:
+        save(found)
+        group, repeat = found.rows[-1].group, found.rows[-1].repeat
+        now = {row.method: row.run for row in found.rows if (row.group, row.repeat) == (group, repeat)}
+        speeds = "  ".join(f"{name} {now[name].speed:.1f}" for name in names if name in now)
+        screen.note(f"{number} of {total}, tokens/s: {speeds}")
+
+    with contextlib.ExitStack() as held:
+        engine, methods = open_methods(names, config, asked, held, lambda own: load(screen, own), screen.note)
+        ids = [asked_as_user(engine, text) for text in texts]
+        found = Race({method.name: method.weights for method in methods})
+        try:
+            race(found, methods, ids, args.batch, args.repeat, report)
+            explain(found, engine, ids, args.batch, greedy=not args.temperature)
+        finally:  # a run that was cut short shows what it has
+            save(found)
+            _show(screen, found, args)
+
+
+def _show(screen: Screen, found: Race, args: argparse.Namespace) -> None:
+    from langchain_card.bench.race_table import markdown, plot, remarks
+
+    if not found.rows:
+        return
+    print(markdown(found))
+    for remark in remarks(found):
+        screen.say(remark)
+    if args.json is not None:
+        screen.note(f"{len(found.rows)} rows are in {args.json}")
+    if args.plot is not None:
+        plot(found, args.plot, f"{args.model}, draft {args.draft_model}; {args.prompts or 'own'}, {args.count} prompts")
+        screen.note(f"a picture is in {args.plot}")
 
 
 def _record(args: argparse.Namespace) -> None:
@@ -68,7 +152,7 @@ def _record(args: argparse.Namespace) -> None:
 
     if args.prompts is None:
         raise InvalidInputError("--prompts", None, "is needed to record", "name a file of JSON lines")
-    texts = load(args.prompts, args.count)
+    texts = load(Path(args.prompts), args.count)
 
     def report(number: int, trace: Trace) -> None:
         first = sum(trace.rank(position) == 0 for position in range(len(trace.token_ids)))

