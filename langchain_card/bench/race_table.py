@@ -73,7 +73,7 @@ def remarks(found: Race) -> list[str]:
 
 
 def plot(found: Race, path: Path, title: str) -> None:
-    """Speedups: a bar a method with its bounds, a dot a prompt."""
+    """Speedups: a bar a method with its bounds, a mark a prompt."""
     from langchain_card.bench.canvas import plt
 
     names = [name for name in found.weights if name != PLAIN and found.speedup(name) is not None]
@@ -83,7 +83,7 @@ def plot(found: Race, path: Path, title: str) -> None:
     panel.set_yticks(range(len(names)), list(reversed(names)))
     panel.axvline(1.0, color="black", lw=1)
     panel.set_xlim(0, None)
-    panel.set_xlabel("times plain decoding: median of prompts, bounds of 95 %; a dot a prompt", size=8)
+    panel.set_xlabel("times plain decoding: median of prompts, bounds of 95 %; a mark a prompt", size=8)
     panel.set_title(title, size=9)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
