@@ -218,7 +218,7 @@ def test_auto_changes_with_the_number_of_requests() -> None:
 
 def test_auto_does_not_change_for_little() -> None:
     policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.001), hits=9)
-    better, worse = policy._seconds_a_token("sequential", 2), policy._seconds_a_token("parallel", 2)
+    better, worse = policy.seconds_a_token("sequential", 2), policy.seconds_a_token("parallel", 2)
     assert 0.85 * worse < better < worse
     assert policy.auto(2, "parallel") == "parallel"
     assert policy.auto(2, None) == "sequential"

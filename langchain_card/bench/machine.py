@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from langchain_card._version import __version__
+from langchain_card.runtime.loader import ModelSpec
 from langchain_card.runtime.threads import num_cores
 
 PACKAGES = ("torch", "transformers", "langchain-core", "numba", "llguidance")
@@ -54,3 +55,10 @@ def gpus() -> list[str]:
         return []
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"{one.name}, {one.total_memory / _GIB:.0f} GiB" for one in found]
+
+
+def words_of(spec: ModelSpec) -> str:
+    """The number format of a model's weights, for people."""
+    if spec.form == "int8":
+        return "int8"
+    return str(spec.dtype).removeprefix("torch.") + (", quantized" if spec.quantization else "")

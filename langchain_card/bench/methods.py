@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from langchain_card.bench.peers import PEERS, Peer, words_of
+from langchain_card.bench.machine import words_of
+from langchain_card.bench.peers import PEERS, Peer
 from langchain_card.bench.runs import Method, PeakMemory, Run
 from langchain_card.checks import check_choice
 from langchain_card.config import EngineConfig, Schedule

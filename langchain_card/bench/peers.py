@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from langchain_card.bench.machine import words_of
 from langchain_card.bench.runs import Run
 from langchain_card.config import EngineConfig
 from langchain_card.errors import EngineError, InvalidInputError
-from langchain_card.runtime.loader import ModelSpec, resolve
+from langchain_card.runtime.loader import resolve
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,6 @@ FlashSpec (the package flashspec), with its own choice of strategy."""
 
 
 _FIELDS = ("model", "draft_model", "device", "draft_device", "dtype", "quantization", "max_model_len")
-
-
-def words_of(spec: ModelSpec) -> str:
-    """The number format of a model's weights, for people."""
-    if spec.form == "int8":
-        return "int8"
-    return str(spec.dtype).removeprefix("torch.") + (", quantized" if spec.quantization else "")
 
 
 class Peer:

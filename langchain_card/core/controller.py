@@ -76,7 +76,7 @@ class Controller:
             return self._try()
         if num_seqs == before == 1 and current is not None:
             return current  # a trial lasts as long as its answer
-        expected = {schedule: self._seconds_a_token(schedule, num_seqs) for schedule in self.trials}
+        expected = {schedule: self.seconds_a_token(schedule, num_seqs) for schedule in self.trials}
         if not all(expected.values()):
             return "sequential" if num_seqs > 1 or current is None else current
         if current in expected:
@@ -84,12 +84,12 @@ class Controller:
         return min(self.trials, key=expected.__getitem__)
 
     def _try(self) -> Schedule:
-        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, self._seconds_a_token(schedule)))
+        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, self.seconds_a_token(schedule)))
         for schedule, trial in self.trials.items():
             trial.seen() if schedule == chosen else trial.missed()
         return chosen
 
-    def _seconds_a_token(self, schedule: Schedule, num_seqs: int = 1) -> float:
+    def seconds_a_token(self, schedule: Schedule, num_seqs: int = 1) -> float:
         """Of so many answers, expected from the times of steps alone; 0 where they were never measured.
 
         Texts differ more than schedules do, so that the speeds of two answers say little. A chain of `lead` candidates,

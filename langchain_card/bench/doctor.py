@@ -1,0 +1,198 @@
+"""What a pair finds on this machine, measured, in plain sentences."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from langchain_card.bench import machine
+from langchain_card.bench.devices import Device, line
+from langchain_card.bench.record import asked_as_user
+from langchain_card.config import EngineConfig, Schedule
+from langchain_card.core.controller import Controller
+from langchain_card.core.policy import Load
+from langchain_card.core.request import RequestStats, SamplingParams
+from langchain_card.engine.driver import Driver
+from langchain_card.engine.engine import Engine
+from langchain_card.runtime.budget import ModelNeeds, free_bytes
+from langchain_card.runtime.loader import ModelSpec, Pair
+from langchain_card.runtime.threads import num_cores
+
+_GIB = 1 << 30
+EXTRAS = {"structured": "llguidance", "server": "fastapi", "langserve": "langserve", "bench": "matplotlib"}
+"""By extra, a package that it brings."""
+
+TRIED: tuple[Schedule, ...] = ("plain", "sequential", "parallel")
+GAIN = 1.05
+"""Speedup below which speculation is not worth its memory."""
+
+GOOD_RATIO = 2.0
+"""A target pass that takes fewer draft steps than this leaves a draft little to gain."""
+
+BUSY = 0.25
+"""Share of the cores that others use from which on measured times are not to be trusted."""
+
+
+def about_machine() -> Iterator[str]:
+    """Processor, memory, GPUs, versions, and what is missing."""
+    known = machine.describe()
+    yield f"{known['processor']}, {known['cores']} cores, {known['memory']} of memory, {known['system']}."
+    yield "GPUs: " + (", ".join(known["gpus"]) or "none that CUDA finds") + "."
+    yield (
+        "Versions: "
+        + ", ".join(f"{name} {known[name]}" for name in ("langchain-card", "python", *machine.PACKAGES))
+        + "."
+    )
+    absent = [extra for extra, package in EXTRAS.items() if importlib.util.find_spec(package) is None]
+    if absent:
+        yield f"Extras that are not installed: {', '.join(absent)} (pip install 'langchain-card[{','.join(absent)}]')."
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY * num_cores():
+        yield (
+            f"Other programs are at work (load {load:.1f} on {num_cores()} cores): steps may take several times "
+            "as long, and what is measured below is not to be trusted."
+        )
+
+
+def about_kernels(pair: Pair) -> Iterator[str]:
+    """In which numbers the models are computed, and by what."""
+    for role, spec in _models(pair):
+        form = machine.words_of(spec)
+        yield f"The {role}, {spec.name}, runs in {form} on {', '.join(map(str, spec.devices))}."
+    if pair.target.form == "int8":
+        from langchain_card.runtime.product_kernel import instructions
+
+        kind = instructions()
+        slower = "" if kind == "avx512vnni" else ", which is slower than AVX-512 VNNI"
+        yield f"Its integer products use {kind}{slower}; a row's result does not depend on its neighbours."
+    elif pair.target.device.type == "cpu":
+        yield "On a CPU int8 is several times as fast: quantization='int8', where it has AVX2."
+
+
+def about_vocabulary(pair: Pair) -> Iterator[str]:
+    """Whether draft and target speak of the same tokens."""
+    if pair.draft is None:
+        return
+    if pair.vocabulary is None:
+        yield "Draft and target have one vocabulary."
+        return
+    shared, share = pair.vocabulary.num_shared, pair.vocabulary.coverage
+    yield f"The draft has a vocabulary of its own: it can propose the {shared:,} tokens that both have ({share:.0%})."
+
+
+def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
+    """What weights and sequences take."""
+    limits = config.limits
+    for role, spec in _models(pair):
+        needs = ModelNeeds(role, spec, limits.max_window)
+        held = "is loaded" if not needs.weights else f"takes {needs.weights / _GIB:.1f} GiB"
+        each = needs.kv(pair.max_len) / _GIB
+        yield f"The {role} {held}, and {each:.2f} GiB for each sequence of {pair.max_len:,} positions, when it is full."
+    yield f"{free_bytes(pair.target.device) / _GIB:.1f} GiB of {pair.target.device} are free."
+
+
+def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:
+    return [("target", pair.target), *([("draft", pair.draft)] if pair.draft is not None else [])]
+
+
+def about_steps(device: Device) -> Iterator[str]:
+    """Step times."""
+    for role, curve in (("target", device.target), ("draft", device.draft)):
+        times = ", ".join(f"{1e3 * line(curve, rows):.0f} ms over {rows}" for rows in (1, 4, 8, 16))
+        yield f"A step of the {role} takes {times} rows."
+    yield f"A target pass takes as long as {device.ratio:.1f} draft steps."
+    if max(device.slowdown) > GAIN:
+        yield (
+            f"At work at once, the target takes {device.slowdown[0]:.2f} times as long and the draft "
+            f"{device.slowdown[1]:.2f} times: they share cores and memory."
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What an engine has learnt from a few answers.
+
+    Attributes:
+        measured: tokens per second, by schedule.
+        expected: seconds a token by measured step times and hits, by schedule; `plain` among them.
+        hits: share of tokens that a draft had guessed where it had looked.
+        chosen: the schedule that `auto` takes for one request from here on.
+        shared: whether draft and target have one device.
+    """
+
+    measured: dict[Schedule, float]
+    expected: dict[Schedule, float]
+    hits: float
+    chosen: Schedule
+    shared: bool
+
+    @property
+    def predicted(self) -> float:
+        """Of the chosen schedule, times plain decoding."""
+        return self.expected["plain"] / self.expected[self.chosen] if self.expected.get(self.chosen) else 1.0
+
+
+def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
+    """Answers with every schedule, in turns, and asks the engine's own controller what it makes of it."""
+    assert isinstance(engine.backend, Driver)
+    policy = engine.backend.coordinator.policy
+    assert isinstance(policy, Controller)
+    tried = TRIED if engine.config.has_draft else TRIED[:2]
+    stats: dict[Schedule, list[RequestStats]] = {schedule: [] for schedule in tried}
+    for number, text in enumerate([texts[0], *texts]):  # the first is not counted: kernels compile
+        for schedule in tried:
+            params = SamplingParams(max_tokens=max_tokens, schedule=schedule, tenant=schedule)
+            done = engine.submit(asked_as_user(engine, text), params).result()
+            if number:
+                stats[schedule].append(done.stats)
+    measured = {schedule: _speed(each) for schedule, each in stats.items()}
+    expected = {schedule: policy.seconds_a_token(schedule) for schedule in tried[1:]}
+    expected["plain"] = policy.costs_of(Load("plain")).target.at(1)
+    known: dict[Schedule, float] = {
+        schedule: seconds for schedule, seconds in expected.items() if seconds and schedule != "plain"
+    }
+    if policy.shared_device and not policy.overlaps:
+        known.pop("parallel", None)
+    elif not policy.shared_device:
+        known.pop("sequential", None)
+    chosen: Schedule = min(known, key=known.__getitem__, default="sequential")
+    return Trial(measured, expected, policy.usual_hits.value, chosen, policy.shared_device)
+
+
+def _speed(stats: Sequence[RequestStats]) -> float:
+    seconds = sum(one.decode_seconds for one in stats)
+    return sum(one.output_tokens - 1 for one in stats) / seconds if seconds else 0.0
+
+
+def about_schedule(trial: Trial) -> Iterator[str]:
+    """Which one will run, why, and how fast that will be."""
+    yield (
+        "Measured, tokens per second: "
+        + ", ".join(f"{name} {speed:.1f}" for name, speed in trial.measured.items())
+        + "."
+    )
+    if trial.hits:
+        yield f"The draft had guessed {trial.hits:.0%} of the tokens where it had looked."
+    expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
+    where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
+    yield f"{where}. By step times and hits a token costs: {expected}."
+    yield f"schedule='auto' will take {trial.chosen!r}; predicted {trial.predicted:.2f} times plain decoding."
+
+
+def advice(trial: Trial, device: Device | None, pair: Pair) -> Iterator[str]:
+    """What would help."""
+    real = max((speed for name, speed in trial.measured.items() if name != "plain"), default=0.0)
+    gain = real / trial.measured["plain"] if trial.measured["plain"] else 0.0
+    if gain < GAIN and trial.predicted < GAIN:
+        yield "Speculation gains nothing here: plain decoding is as fast, and draft_model=None saves memory."
+    if device is not None and device.ratio < GOOD_RATIO:
+        yield "The draft is slow beside its target: a smaller one gains more; `langchain-card plan` compares stacks."
+    if device is not None and trial.shared and max(device.slowdown) > GAIN:
+        yield "A second GPU, or more cores, would let both work at full speed at once."
+    if pair.draft is not None and trial.hits < 0.7:
+        yield "The draft is often wrong on these prompts: one of the target's own family guesses better."
+    if pair.draft is None:
+        yield "A small model of the same family as draft_model gains more than n-grams where text is not copied."
+    yield "`langchain-card bench` measures all of this on your prompts, with bounds."

@@ -1,0 +1,61 @@
+"""`langchain-card doctor`: what a pair finds on this machine, and what would help."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+TOKENS, TEXTS, REPEATS = 48, 2, 5
+"""Of each answer; prompts of our own; steps of each size."""
+
+
+def register(subparsers: Any) -> None:
+    """Add `doctor`."""
+    from langchain_card.cli.fields import add_drafter_fields, add_engine_fields
+
+    parser = subparsers.add_parser("doctor", help="check this machine and a pair: memory, step times, schedule, advice")
+    add_engine_fields(parser)
+    add_drafter_fields(parser)
+    parser.add_argument("--no-measure", action="store_true", help="load no weights and measure nothing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; errors of the package rise to `main`, with what was found before them printed."""
+    from langchain_card.bench import doctor, prompts
+    from langchain_card.bench.steps import measure
+    from langchain_card.cli.chat import load
+    from langchain_card.cli.fields import drafter_fields, engine_fields
+    from langchain_card.cli.render import Screen
+    from langchain_card.config import EngineConfig
+    from langchain_card.engine.drafts import SCRATCH
+    from langchain_card.progress import ConsoleProgress
+    from langchain_card.runtime.budget import check_budget
+    from langchain_card.runtime.loader import resolve
+
+    screen = Screen()
+
+    def say(heading: str, lines: Iterable[str]) -> None:
+        screen.say(heading, "bold")
+        for line in lines:
+            screen.say(f"  {line}")
+
+    config = EngineConfig(**engine_fields(args), **drafter_fields(args))
+    say("This machine", doctor.about_machine())
+    with ConsoleProgress() as progress:
+        pair = resolve(config, progress)
+    say("The models", [*doctor.about_kernels(pair), *doctor.about_vocabulary(pair)])
+    say("Memory", doctor.about_memory(pair, config))
+    together = check_budget(pair, config.limits.max_num_seqs, config.limits.max_window, SCRATCH)
+    screen.say(f"  It all fits; up to {together} requests will run at once.")
+    if args.no_measure:
+        return 0
+    device = measure(config, "here", REPEATS, lambda _: None) if pair.draft is not None else None
+    if device is not None:
+        say("Steps, measured", doctor.about_steps(device))
+    with load(screen, config) as engine:
+        trial = doctor.try_out(engine, prompts.load(prompts.OWN, TEXTS), TOKENS)
+    say("Schedule", doctor.about_schedule(trial))
+    say("What would help", doctor.advice(trial, device, pair))
+    return 0
