@@ -42,8 +42,8 @@ format: setup ## format the code
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 
-bench: setup ## the real pair: plain and auto side by side (about 12 minutes on two cores)
-	@$(BIN)/python benchmarks/real_pair.py
+bench: setup ## the real pair: all schedules side by side (about 12 minutes on two cores)
+	@$(BIN)/langchain-card bench
 
 contest: setup ## docs/performance.md: this engine against others on a virtual clock (about half an hour on two cores)
 	@$(BIN)/langchain-card bench --simulate --json docs/performance.json --plot docs/performance.png

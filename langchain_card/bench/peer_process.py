@@ -26,7 +26,11 @@ def main() -> None:
     os.dup2(2, 1)  # whatever libraries print is not an answer
     asked = json.loads(sys.stdin.readline())
     use_threads(num_cores())
-    generate, peak = _make(asked), PeakMemory()
+    try:
+        generate, peak = _make(asked), PeakMemory()
+    except Exception as error:
+        print(json.dumps({"error": _words(error)}), file=answers, flush=True)
+        return
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         peak.reset()
@@ -35,8 +39,12 @@ def main() -> None:
             said = {name: getattr(run, name) for name in ("token_ids", "first", "seconds", "tokens", "figures")}
             said["peak"] = peak.read()
         except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}"[:500]}
+            said = {"error": _words(error)}
         print(json.dumps(said), file=answers, flush=True)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def _make(asked: dict[str, Any]) -> _Generate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import statistics
@@ -13,7 +14,7 @@ from langchain_card.bench.bounds import Measured
 from langchain_card.bench.runs import Method, Run
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.errors import CARDError
+from langchain_card.errors import CARDError, InvalidInputError
 
 PLAIN = "plain"
 """The method that the others are compared with."""
@@ -48,7 +49,8 @@ class Difference:
         group, repeat, answer: which one: the group's number, the pass, the answer in the group.
         position: tokens that are the same.
         own, plain: the text of the next token, or "" where the answer ends.
-        gap: difference of the log-probabilities of the target's two likeliest tokens there; None at a temperature.
+        gap: difference of the log-probabilities of the target's two likeliest tokens there; None at a temperature,
+            and where the text before cannot be asked about.
     """
 
     method: str
@@ -186,7 +188,10 @@ def explain(found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch
                 place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(own), len(plain)))
                 texts = [engine.tokenizer.decode(ids[place : place + 1]) for ids in (own, plain)]
                 text = [*prompts[row.group * batch + i], *plain[:place]]
-                gap = _gap(engine, text) if greedy else None
+                gap = None
+                if greedy:
+                    with contextlib.suppress(InvalidInputError):  # a model without a tokenizer for all that it says
+                        gap = _gap(engine, text)
                 found.differences.append(Difference(method, row.group, row.repeat, i, place, texts[0], texts[1], gap))
 
 

@@ -66,8 +66,8 @@ def remarks(found: Race) -> list[str]:
         first = min(own, key=lambda each: each.gap if each.gap is not None else 0.0)
         sure = "" if first.gap is None else f"; the target's two likeliest tokens are {first.gap:.2g} nats apart there"
         said.append(
-            f"{name} is not lossless here: {len(own)} answers differ from plain's. The closest call: prompt "
-            f"{first.group + 1}, token {first.position}: {first.own!r} in the place of {first.plain!r}{sure}"
+            f"{name} is not lossless here: {len(own)} of {found.identical(name)[1]} answers differ. The closest call: "
+            f"prompt {first.group + 1}, token {first.position}: {first.own!r} in the place of {first.plain!r}{sure}"
         )
     return said
 

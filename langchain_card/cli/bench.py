@@ -103,7 +103,7 @@ def _compare(args: argparse.Namespace) -> None:
     SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature).check(config.limits)
     names = check_methods(args.methods, config, asked)
     texts = prompts.find(args.prompts or "own", args.count)
-    about = {"command": " ".join(["langchain-card", *sys.argv[1:]]), "machine": machine.describe()}
+    about = {"command": " ".join(["langchain-card", *args.given]), "machine": machine.describe()}
 
     def save(found: Race) -> None:
         if args.json is not None:
