@@ -23,10 +23,10 @@ _LEGEND = {
     "token guessed by the draft": GUESSED,
     "the target's own": OWN,
 }
-_WIDTH, _HEIGHT, _DPI = 9.0, 3.5, 200  # inches
+_WIDTH, _HEIGHT, _DPI = 9.0, 3.7, 200  # inches
 _LANE, _PITCH = 0.8, 1.55
 _SIZE, _ASPECT = 7.0, 0.602  # of the answer's letters: points, and width by height
-_ROW, _ROWS = 0.3, 5
+_ROW, _ROWS = 0.3, 6
 _SHOWN = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
 
 
@@ -65,16 +65,29 @@ def plot_timeline(
     for step in timeline.drafts:
         if step.end > begin and step.begin < end:
             _block(panel, ms(step.begin), ms(step.end), lanes[step.source], DRAFT)
-    for done, step in corrections(timeline):
-        if done in rounds and step.begin < end:
-            colour = MISS if done.hit is False else HIT
-            ends = (ms(done.end), lanes[TARGET] + _LANE), (ms(step.begin), lanes[step.source])
-            panel.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.1})
+    told = [pair for pair in corrections(timeline) if pair[0] in rounds and pair[1].begin < end]
+    for done, step in told:
+        colour = MISS if done.hit is False else HIT
+        _arrow(panel, ms(done.end), lanes[TARGET] + _LANE, ms(step.begin), lanes[step.source], colour)
+    if told:
+        _explain(panel, ms(rounds[0].begin), ms(told[0][0].end), lanes[TARGET] + _LANE, lanes[told[0][1].source])
     for done in rounds:
         _write(panel, done, ms(done.begin), ms(done.end), decode)
     _label(figure, panel, timeline, lanes, names)
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)
+
+
+def _arrow(panel: Any, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
+    panel.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.1})
+
+
+def _explain(panel: Any, query: float, correction: float, low: float, high: float) -> None:
+    """Names what goes between the lanes, where it is seen first: the target asks, and later says what came true."""
+    aside, middle = 0.006 * panel.get_xlim()[1], (low + high) / 2
+    _arrow(panel, query + 2 * aside, high, query + 2 * aside, low, "#777777")
+    panel.text(query + 3 * aside, middle, "query", color="#555555", size=7, va="center", style="italic")
+    panel.text(correction - aside, middle, "correct", color="#555555", size=7, va="center", ha="right", style="italic")
 
 
 def _block(panel: Any, begin: float, end: float, bottom: float, colour: str) -> None:
@@ -93,6 +106,7 @@ def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[
         if column and column + len(text) > across:
             row, column = row + 1, 0
         if row == _ROWS:
+            panel.text(begin, -0.25 - row * _ROW, "…", size=_SIZE)
             return
         text = text if len(text) <= across else text[: across - 1] + "…"
         left, top = begin + column * letter, -0.25 - row * _ROW
@@ -116,7 +130,7 @@ def _label(figure: Any, panel: Any, timeline: Timeline, lanes: Mapping[str, floa
             -0.01, bottom + _LANE / 2, text, size=7.5, ha="right", va="center", transform=panel.get_yaxis_transform()
         )
     panel.text(-0.01, -0.35, "the answer", size=7.5, ha="right", va="center", transform=panel.get_yaxis_transform())
-    panel.set_ylim(-0.3 - _ROW * _ROWS, max(lanes.values()) + _LANE + 0.1)
+    panel.set_ylim(-0.45 - _ROW * _ROWS, max(lanes.values()) + _LANE + 0.1)
     panel.set_yticks([])
     panel.tick_params(labelsize=7)
     panel.set_xlabel("milliseconds", size=7.5)
