@@ -30,7 +30,7 @@ test-slow: setup ## the tests that need the 1.5B pair (about an hour on two core
 	@$(BIN)/python -m pytest -m slow
 
 explore: setup ## many more interleavings, schedules and tokens than `make test` (about an hour on two cores)
-	@CARD_EXPLORE=1 $(BIN)/python -m pytest -k "explor or planted or invariant or exact"
+	@CARD_EXPLORE=1 $(BIN)/python -m pytest -k "explor or planted or invariant or exact or random_schemas or every_answer"
 
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check .

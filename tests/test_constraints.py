@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sys
@@ -163,7 +164,8 @@ def complete(name: str, said: list[int]) -> bool:
 
 def test_random_schemas_end_from_everywhere() -> None:
     prefixes = 0
-    for seed in range(400):
+    count = 400 if os.environ.get("CARD_EXPLORE") else 150
+    for seed in range(count):
         rng = random.Random(seed)
         schema = random_schema(rng)
         state = start(schema)
@@ -176,7 +178,7 @@ def test_random_schemas_end_from_everywhere() -> None:
                 assert satisfies(text("bytes", [*said, *ending]), schema), (schema, text("bytes", said))
                 assert again.closing(0) == ending, "the same questions have the same answers"
                 prefixes += 1
-    assert prefixes > 2000
+    assert prefixes > 5 * count
 
 
 @pytest.mark.parametrize(

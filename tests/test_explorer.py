@@ -22,7 +22,7 @@ from langchain_card.testing.fingerprint import fingerprint
 
 LONG = bool(os.environ.get("CARD_EXPLORE"))
 STATES = 2_000_000 if LONG else 200_000
-TOKENS = 3_000_000 if LONG else 300_000
+TOKENS = 3_000_000 if LONG else 100_000
 
 
 def pool() -> ProcessPoolExecutor:

@@ -38,7 +38,7 @@ Pairs = dict[str, tuple[str, str]]
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = encode("Who? ")
 LIES = (0.0, 0.3, 0.8)
-COUNT = 2000 if os.environ.get("CARD_EXPLORE") else 400
+COUNT = 2000 if os.environ.get("CARD_EXPLORE") else 200
 
 
 @pytest.fixture
