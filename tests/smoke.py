@@ -1,7 +1,7 @@
 """What an installed wheel does with nothing but itself and what it depends on.
 
-`python -I tests/smoke.py [--bare]` wants to run outside of the checkout. Packages of extras are hidden, if they are there;
-with `--bare` they must not be.
+`python -I tests/smoke.py [--bare]` wants to run outside of the checkout. Packages of extras are hidden where they are
+installed; with `--bare` they must not be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ EXTRAS = ("fastapi", "langserve", "llguidance", "matplotlib", "prometheus_client
 """What the extras bring, as far as the package imports it."""
 NEED_EXTRAS = ("bench.canvas", "bench.plot", "bench.timeline_plot", "serve.", "testing.conformance", "testing.contract")
 """The only modules that do not come without: their names begin so."""
-FILES = ("py.typed", "serve/page/index.html", "serve/page/page.js", "bench/data/code.json", "bench/data/devices/cpu.json")
+FILES = (
+    "py.typed",
+    "serve/page/index.html",
+    "serve/page/page.js",
+    "bench/data/code.json",
+    "bench/data/devices/cpu.json",
+)
 
 
 def imports() -> None:
@@ -37,16 +43,24 @@ def imports() -> None:
     assert place.is_relative_to(sys.prefix), f"{place} is not what was installed"
     for name in langchain_card.__all__:
         assert getattr(langchain_card, name) is not None
-    failed = []
-    for module in pkgutil.walk_packages(langchain_card.__path__, "langchain_card."):
-        try:
-            importlib.import_module(module.name)
-        except (ModuleNotFoundError, langchain_card.CARDError) as error:
-            assert module.name.removeprefix("langchain_card.").startswith(NEED_EXTRAS), f"{module.name}: {error}"
-            failed.append(module.name)
+    failed = [
+        module.name for module in pkgutil.walk_packages(langchain_card.__path__, "langchain_card.") if _lacks(module)
+    ]
     assert failed, "extras are not hidden"
     missing = [name for name in FILES if not place.parent.joinpath(name).is_file()]
     assert not missing, missing
+
+
+def _lacks(module: pkgutil.ModuleInfo) -> bool:
+    """Whether it cannot be imported for want of an extra; other modules must come."""
+    from langchain_card import CARDError
+
+    try:
+        importlib.import_module(module.name)
+    except (ModuleNotFoundError, CARDError) as error:
+        assert module.name.removeprefix("langchain_card.").startswith(NEED_EXTRAS), f"{module.name}: {error}"
+        return True
+    return False
 
 
 def command_line() -> None:

@@ -1,6 +1,6 @@
 """For tests of this package and of plug-ins: toy models, a simulated world, and an explorer of interleavings.
 
-`DrafterConformance`, the suite of plug-ins, needs the extra `testing`, which is pytest, and is imported when first used.
+`DrafterConformance`, the suite of plug-ins, needs the extra `testing` (pytest), and is imported when first used.
 """
 
 from __future__ import annotations
