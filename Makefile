@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow explore check format bench contest notebooks clean
+.PHONY: help setup demo test test-slow explore check format build bench contest notebooks clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -42,6 +42,11 @@ format: setup ## format the code
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 
+build: setup ## wheel and sdist in dist/, and the wheel tried in an empty environment (2 to 6 minutes)
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build -d dist
+	@PYTHON=$(BIN)/python .ci/smoke dist/*.whl
+
 bench: setup ## the real pair: all schedules side by side (about 12 minutes on two cores)
 	@$(BIN)/langchain-card bench
 
@@ -52,5 +57,5 @@ contest: setup ## docs/performance.md: this engine against others on a virtual c
 notebooks: setup ## execute the cookbook and store its outputs
 	@$(BIN)/python .ci/notebooks.py
 
-clean: ## remove .venv and caches of tools; downloaded models stay (`langchain-card models rm NAME`)
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+clean: ## remove .venv, dist and caches of tools; downloaded models stay (`langchain-card models rm NAME`)
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist

@@ -160,10 +160,11 @@ def bind(host: str, port: int) -> socket.socket:
 def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -> None:
     try:
         import uvicorn
+
+        from langchain_card.serve import create_app
     except ModuleNotFoundError as error:
         hint = "pip install 'langchain-card[server]'"
         raise InvalidInputError("serve", error.name, "is missing, which the server needs", hint) from error
-    from langchain_card.serve import create_app
 
     bound = bind(args.host, args.port)
     logging.config.dictConfig(_log_config(uvicorn.config.LOGGING_CONFIG))

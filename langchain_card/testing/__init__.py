@@ -1,6 +1,6 @@
 """For tests of this package and of plug-ins: toy models, a simulated world, and an explorer of interleavings.
 
-`DrafterConformance`, the suite of plug-ins, needs pytest and torch, and is imported when first used.
+`DrafterConformance`, the suite of plug-ins, needs the extra `testing` (pytest), and is imported when first used.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "DrafterConformance":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from langchain_card.testing.conformance import DrafterConformance
-
+    try:
+        from langchain_card.testing.conformance import DrafterConformance
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        hint = "pip install 'langchain-card[testing]'"
+        raise ModuleNotFoundError(f"pytest is missing, which the suite needs: {hint}", name=error.name) from error
     return DrafterConformance
