@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,8 @@ class Page:
     """Runs blocks: Python in one namespace, commands by bash, a server beside them. Only its port is another one."""
 
     def __init__(self) -> None:
-        self._names: dict[str, Any] = {"__name__": "__main__"}
+        module = sys.modules["__main__"] = ModuleType("__main__")  # where pydantic looks for what annotations name
+        self._names: dict[str, Any] = vars(module)
         self._server: subprocess.Popen[bytes] | None = None
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -100,7 +101,7 @@ class Page:
         text = block.text.replace(ADDRESS, self._address)
         if block.language == "python":
             lines = "\n" * (block.line - 1)  # so that a traceback names the page's
-            exec(compile(lines + text, str(ROOT / block.page), "exec"), self._names)
+            exec(compile(lines + text, str(ROOT / block.page), "exec", dont_inherit=True), self._names)
         for command in block.commands if block.language == "console" else ():
             print(f"$ {command}", flush=True)
             self._type(command.replace(ADDRESS, self._address))
