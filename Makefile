@@ -53,7 +53,7 @@ notebooks: setup ## execute the cookbook and store its outputs
 	@$(BIN)/python .ci/notebooks.py
 
 docs: setup ## the documentation site, in site/ (about 10 seconds); every link and anchor is checked
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in site/; to read it: $(BIN)/mkdocs serve"
 
 clean: ## remove .venv, site/ and caches of tools; downloaded models stay (`langchain-card models rm NAME`)

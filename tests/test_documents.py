@@ -147,24 +147,16 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    """Strict: what is not in the navigation, links and anchors that lead nowhere, and tables without words end it."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(tmp_path),
-    ]
+    """What is not in the navigation, links and anchors that lead nowhere, and tables without words end it.
+
+    With `--quiet` warnings would not be counted.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
     )
-    assert done.returncode == 0 and not done.stdout, done.stdout
+    assert done.returncode == 0 and "WARNING" not in done.stdout, done.stdout
     reference = tmp_path / "reference"
     assert "generated:" not in "".join(page.read_text() for page in reference.rglob("index.html"))
     for name in cli.COMMANDS:
