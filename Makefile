@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow explore check format build bench contest notebooks clean
+.PHONY: help setup demo test test-slow explore check format build bench contest notebooks docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): torch, transformers and the development tools (2 to 5 minutes the first time) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev,docs]'
 	@touch $@
 
 demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 10 to 15 minutes)
@@ -57,5 +57,9 @@ contest: setup ## docs/performance.md: this engine against others on a virtual c
 notebooks: setup ## execute the cookbook and store its outputs
 	@$(BIN)/python .ci/notebooks.py
 
-clean: ## remove .venv, dist and caches of tools; downloaded models stay (`langchain-card models rm NAME`)
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist
+docs: setup ## the documentation site, in site/ (about 10 seconds); every link and anchor is checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The site is in site/; to read it: $(BIN)/mkdocs serve"
+
+clean: ## remove .venv, dist/, site/ and caches of tools; downloaded models stay (`langchain-card models rm NAME`)
+	@rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

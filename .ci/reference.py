@@ -1,0 +1,149 @@
+"""A hook of mkdocs: tables of docs/reference/, from the code, where a page says `<!-- generated: NAME -->`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+os.environ |= {"LANGCHAIN_CARD_MODEL": "", "LANGCHAIN_CARD_DRAFT_MODEL": ""}  # defaults are the package's
+
+from mkdocs.exceptions import PluginError
+
+from langchain_card import CARDChatModel, cli, errors
+from langchain_card.chat import answer, boundary, field_docs, sampling_options
+from langchain_card.core.request import RequestStats
+from langchain_card.serve import metrics, problems
+
+MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+CALL_WORDS: Mapping[str, str] = {
+    "stop": "Strings that end the answer, in the place of the field's.",
+    "max_completion_tokens": "The same as `max_tokens`.",
+    "model": "Another target for this call; it is loaded, and kept until `close()`.",
+    "draft_model": "Another draft for this call; None for plain decoding.",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "See `bind_tools`."),
+    "response_format": "A JSON schema that the answer obeys, as OpenAI has it; `with_structured_output` writes it.",
+}
+CARD_WORDS: Mapping[str, str] = {
+    "lossy": "Whether the rule in force may put tokens into this answer that the target did not choose.",
+    "rescued": "Of the accepted, those that the target did not choose; only where `lossy` is true.",
+    "waited": "Share of the time behind the first token in which rounds waited for their draft.",
+    "verified_by_source": "Candidates that the target checked, by drafter; one of several counts for the first.",
+    "accepted_by_source": "Candidates that became tokens of the answer, likewise.",
+    "draft_busy": "Share of the time behind the first token in which the draft took steps.",
+    "target_busy": "Likewise the target.",
+    "seed": "Of the draw; drawn for the call where none was given.",
+    "time_to_first_token": "Seconds from the call to the first token, queueing and reading the prompt included.",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page with its tables; an unknown name (`KeyError`), or a thing without words, ends the build."""
+    return MARK.sub(lambda found: TABLES[found[1]](), markdown)
+
+
+def table(heads: str, lines: Iterable[tuple[str, ...]]) -> str:
+    """Rows under headings; the last cell is the meaning, and may not be empty."""
+    written = [f"| {heads} |", re.sub(r"[^|]+", " --- ", f"|{heads}|")]
+    for line in lines:
+        if not line[-1].strip():
+            raise PluginError(f"{line[0]} says nothing of itself")
+        written.append("| " + " | ".join(" ".join(cell.split()) for cell in (*line[:-1], sentence(line[-1]))) + " |")
+    return "\n".join(written)
+
+
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return text[0].upper() + text[1:] + "." * (text[-1] not in ".!?")
+
+
+def code(value: object) -> str:
+    """As code, where pipes do not end a cell; nothing for nothing."""
+    return f"`{value}`" if value else ""
+
+
+def fields() -> str:
+    """Of the chat model: its own first."""
+    infos = sorted(CARDChatModel.model_fields.items(), key=lambda named: named[0] in field_docs.INHERITED)
+    lines = []
+    for name, info in infos:
+        kind = re.sub(r"[a-z_]+\.", "", inspect.formatannotation(info.annotation))
+        default = field_docs._default(info).removeprefix("default ")
+        lines.append((code(name), code(kind), code(default), field_docs.described(name, info)))
+    return table("field | type | default | meaning", lines)
+
+
+def calls() -> str:
+    """What a call may say."""
+    own = sampling_options.SamplingOptions.model_fields
+    words = {name: f"{info.description}" for name, info in own.items()} | CALL_WORDS
+    names = dict.fromkeys([*own, *sampling_options._CALL_OPTIONS])
+    return table("option | meaning", ((code(name), words.get(name, "")) for name in names))
+
+
+def card() -> str:
+    """The keys of `response_metadata["card"]`, in the words of `RequestStats` where they are the same."""
+    section = inspect.cleandoc(RequestStats.__doc__ or "").partition("Attributes:\n")[2]
+    words = dict(re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", section, re.MULTILINE))
+    words |= {name: each.__doc__ for name, each in vars(RequestStats).items() if isinstance(each, property)}
+    keys = answer.statistics(RequestStats(lossy=True), seed=0)
+    return table("key | meaning", ((code(key), CARD_WORDS.get(key) or words.get(key, "")) for key in keys))
+
+
+def counted() -> str:
+    """What /metrics shows."""
+    registry, lines = metrics.Metrics()._registry, []
+    labels = {name: each._labelnames for each, names in registry._collector_to_names.items() for name in names}
+    for each in registry.collect():
+        name = code(each.name + "_total" * (each.type == "counter"))
+        lines.append((name, each.type, ", ".join(map(code, labels[each.name])), each.documentation))
+    return table("metric | kind | labels | meaning", lines)
+
+
+def error_table() -> str:
+    """The tree of errors; what each is to LangChain, and what a client of the server sees."""
+    tree, lines = inspect.cleandoc(errors.__doc__ or "").split("```")[1].strip("\n"), []
+    for kind in (each for name, each in vars(errors).items() if name.endswith("Error")):
+        combined = boundary.langchain_kind(kind).__mro__
+        known = next(base.__name__ for base in combined if base.__module__.startswith("langchain_core"))
+        seen = problems.problem_of(kind("field", "value", "limit"), "prompt")
+        lines.append((code(kind.__name__), code(known), f"{seen.status} {code(seen.code)}", kind.__doc__ or ""))
+    return f"```text\n{tree}\n```\n\n" + table("error | LangChain's kind | over HTTP | meaning", lines)
+
+
+def commands() -> str:
+    """Every command with its options, read from the parsers: `--help` itself is laid out otherwise by each Python."""
+    parser = argparse.ArgumentParser(prog="langchain-card")
+    subparsers = parser.add_subparsers()
+    for name in cli.COMMANDS:
+        importlib.import_module(f"{cli.__name__}.{name}").register(subparsers)
+    return "\n\n".join(command_parts(parser))
+
+
+def command_parts(parser: argparse.ArgumentParser, said: str = "") -> Iterator[str]:
+    """A heading, what it does and a table for a command, then for those within it."""
+    within = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if said:
+        yield f"## {code(parser.prog)}\n\n{sentence(said)}"
+    if lines := [option(each) for each in parser._actions if said and each not in within and each.dest != "help"]:
+        yield table("option | value | meaning", lines)
+    for action in within:
+        for listed in action._choices_actions:
+            yield from command_parts(action.choices[listed.dest], listed.help or "")
+
+
+def option(action: argparse.Action) -> tuple[str, str, str]:
+    """A row: its names, what it takes, and what it means."""
+    takes = action.metavar or action.dest.upper()
+    value = ", ".join(map(code, action.choices or [takes])) if action.option_strings and action.nargs != 0 else ""
+    words = (action.help or "%(default)s where it is not said") % {**vars(action), "prog": "langchain-card"}
+    return ", ".join(map(code, action.option_strings or [takes])), value, words
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "fields": fields, "calls": calls, "card": card, "metrics": counted, "errors": error_table, "commands": commands
+}  # fmt: skip
