@@ -44,7 +44,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, as they come")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (needs the extra `bench`)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--simulate", action="store_true", help="the contest over recorded traces, on a virtual clock")
+    what.add_argument("--simulate", action="store_true", help="this engine against others on a virtual clock")
     what.add_argument("--record", type=Path, metavar="FILE", help="record a pair's traces into FILE")
     what.add_argument("--steps", type=Path, metavar="FILE", help="measure a pair's step times here into FILE")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="traces of your own, one JSON file a kind of text")
