@@ -41,7 +41,9 @@ def required(requirements: list[str]) -> set[str]:
     """Modules of a list of requirements; extras of our own count for what they bring."""
     found = set()
     for requirement in requirements:
-        name, extras = re.fullmatch(r"([\w-]+)(?:\[([\w,]+)\])?[^\[]*", requirement).groups()  # type: ignore[union-attr]
+        match = re.fullmatch(r"([\w-]+)(?:\[([\w,]+)\])?[^\[]*", requirement)
+        assert match, requirement
+        name, extras = match.groups()
         if name == PROJECT["name"]:
             found |= set().union(*(required(EXTRAS[extra]) for extra in extras.split(",")))
         else:
