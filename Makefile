@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The versions that were tested; some of them need Python 3.11.
+PINS = $(shell $(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow explore check format build bench contest notebooks docs clean
@@ -15,8 +17,8 @@ setup: $(READY) ## make .venv and install everything (2 to 5 minutes the first t
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): torch, transformers and the development tools (2 to 5 minutes the first time) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,dev,docs]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[bench,dev,docs]'
 	@touch $@
 
 demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 10 to 15 minutes)

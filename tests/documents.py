@@ -81,10 +81,17 @@ def run_page(blocks: list[Block], folder: Path, seconds: float) -> subprocess.Co
         **os.environ, **MODELS, "PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT), "CURL_HOME": str(folder),
         "LANGSMITH_TRACING": "false", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", __file__], input=json.dumps([asdict(block) for block in blocks]), cwd=folder,
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
+    command, pipe = [sys.executable, "-W", "ignore", __file__], subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(json.dumps([asdict(block) for block in blocks]), seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the server that it may have started
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, said)
 
 
 class Page:

@@ -31,7 +31,11 @@ CODE = [block for block in BLOCKS if block.language in RUN]
 
 def problems(block: Block) -> Iterator[str]:
     """Why a block would neither run nor say why not."""
-    looks_like_code = re.search(r"^(\$ |>>> |from \w[\w.]* import |import \w+$|pip |curl )", block.text, re.MULTILINE)
+    looks_like_code = re.search(
+        r"^(\$ |>>> |from \w[\w.]* import |import \w+$|pip |curl |make |langchain-card |python )",
+        block.text,
+        re.MULTILINE,
+    )
     if block.language not in (*RUN, *SILENT) or (block.language in ("", "text") and looks_like_code):
         yield f"its language is {block.language!r}: say python or console"
     if block.language == "console" and not block.commands:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from langchain_card.bench import machine
 from langchain_card.bench.devices import Device, line
 from langchain_card.bench.record import asked_as_user
@@ -67,8 +69,8 @@ def about_kernels(pair: Pair) -> Iterator[str]:
         kind = instructions()
         slower = "" if kind == "avx512vnni" else ", which is slower than AVX-512 VNNI"
         yield f"Its integer products use {kind}{slower}; a row's result does not depend on its neighbours."
-    elif pair.target.device.type == "cpu":
-        yield "On a CPU int8 is several times as fast: quantization='int8', where it has AVX2."
+    elif pair.target.device.type == "cpu" and pair.target.dtype == torch.float32 and _has_int8():
+        yield "On this CPU int8 is several times as fast: quantization='int8'."
 
 
 def about_vocabulary(pair: Pair) -> Iterator[str]:
@@ -90,20 +92,27 @@ def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
         held = "is loaded" if not needs.weights else f"takes {needs.weights / _GIB:.1f} GiB"
         each = needs.kv(pair.max_len) / _GIB
         yield f"The {role} {held}, and {each:.2f} GiB for each sequence of {pair.max_len:,} positions, when it is full."
-    yield f"{free_bytes(pair.target.device) / _GIB:.1f} GiB of {pair.target.device} are free."
+    for device in dict.fromkeys(device for _, spec in _models(pair) for device in spec.devices):
+        yield f"{free_bytes(device) / _GIB:.1f} GiB of {device} are free."
+
+
+def _has_int8() -> bool:
+    from langchain_card.runtime.product_kernel import instructions
+
+    return instructions() is not None
 
 
 def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:
     return [("target", pair.target), *([("draft", pair.draft)] if pair.draft is not None else [])]
 
 
-def about_steps(device: Device) -> Iterator[str]:
-    """Step times."""
+def about_steps(device: Device, *, shared: bool) -> Iterator[str]:
+    """Step times; what both lose at once where they share a device."""
     for role, curve in (("target", device.target), ("draft", device.draft)):
         times = ", ".join(f"{1e3 * line(curve, rows):.0f} ms over {rows}" for rows in (1, 4, 8, 16))
         yield f"A step of the {role} takes {times} rows."
     yield f"A target pass takes as long as {device.ratio:.1f} draft steps."
-    if max(device.slowdown) > GAIN:
+    if shared and max(device.slowdown) > GAIN:
         yield (
             f"At work at once, the target takes {device.slowdown[0]:.2f} times as long and the draft "
             f"{device.slowdown[1]:.2f} times: they share cores and memory."
@@ -117,14 +126,14 @@ class Trial:
     Attributes:
         measured: tokens per second, by schedule.
         expected: seconds a token by measured step times and hits, by schedule; `plain` among them.
-        hits: share of tokens that a draft had guessed where it had looked.
+        hits: share of tokens that a drafter had guessed where it had looked; None where none has.
         chosen: the schedule that `auto` takes for one request from here on.
         shared: whether draft and target have one device.
     """
 
     measured: dict[Schedule, float]
     expected: dict[Schedule, float]
-    hits: float
+    hits: float | None
     chosen: Schedule
     shared: bool
 
@@ -139,7 +148,7 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     assert isinstance(engine.backend, Driver)
     policy = engine.backend.coordinator.policy
     assert isinstance(policy, Controller)
-    tried = TRIED if engine.config.has_draft else TRIED[:2]
+    tried = TRIED[: 1 + (engine.config.draft_model is not None) + engine.config.has_draft]
     stats: dict[Schedule, list[RequestStats]] = {schedule: [] for schedule in tried}
     for number, text in enumerate([texts[0], *texts]):  # the first is not counted: kernels compile
         for schedule in tried:
@@ -158,7 +167,8 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     elif not policy.shared_device:
         known.pop("sequential", None)
     chosen: Schedule = min(known, key=known.__getitem__, default="sequential")
-    return Trial(measured, expected, policy.usual_hits.value, chosen, policy.shared_device)
+    looked = sum(one.verified for each in stats.values() for one in each)
+    return Trial(measured, expected, policy.usual_hits.value if looked else None, chosen, policy.shared_device)
 
 
 def _speed(stats: Sequence[RequestStats]) -> float:
@@ -173,8 +183,10 @@ def about_schedule(trial: Trial) -> Iterator[str]:
         + ", ".join(f"{name} {speed:.1f}" for name, speed in trial.measured.items())
         + "."
     )
-    if trial.hits:
-        yield f"The draft had guessed {trial.hits:.0%} of the tokens where it had looked."
+    if trial.hits is not None:
+        yield f"Drafters had guessed {trial.hits:.0%} of the tokens where they had looked."
+    if not any(seconds for schedule, seconds in trial.expected.items() if schedule != "plain"):
+        return  # no steps cost time: there is nothing to choose
     expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
     where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
     yield f"{where}. By step times and hits a token costs: {expected}."
@@ -185,13 +197,13 @@ def advice(trial: Trial, device: Device | None, pair: Pair) -> Iterator[str]:
     """What would help."""
     real = max((speed for name, speed in trial.measured.items() if name != "plain"), default=0.0)
     gain = real / trial.measured["plain"] if trial.measured["plain"] else 0.0
-    if gain < GAIN and trial.predicted < GAIN:
+    if pair.draft is not None and gain < GAIN and trial.predicted < GAIN:
         yield "Speculation gains nothing here: plain decoding is as fast, and draft_model=None saves memory."
     if device is not None and device.ratio < GOOD_RATIO:
         yield "The draft is slow beside its target: a smaller one gains more; `langchain-card plan` compares stacks."
     if device is not None and trial.shared and max(device.slowdown) > GAIN:
         yield "A second GPU, or more cores, would let both work at full speed at once."
-    if pair.draft is not None and trial.hits < 0.7:
+    if pair.draft is not None and trial.hits is not None and trial.hits < 0.7:
         yield "The draft is often wrong on these prompts: one of the target's own family guesses better."
     if pair.draft is None:
         yield "A small model of the same family as draft_model gains more than n-grams where text is not copied."

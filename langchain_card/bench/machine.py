@@ -60,5 +60,6 @@ def gpus() -> list[str]:
 def words_of(spec: ModelSpec) -> str:
     """The number format of a model's weights, for people."""
     if spec.form == "int8":
-        return "int8"
-    return str(spec.dtype).removeprefix("torch.") + (", quantized" if spec.quantization else "")
+        return "4 bits, cut head" if spec.draft else "int8"
+    own = ", quantized" if spec.quantization else ", cut head" if spec.draft else ""
+    return str(spec.dtype).removeprefix("torch.") + own

@@ -8,27 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from langchain_card.bench.machine import words_of
-from langchain_card.bench.peers import PEERS, Peer
+from langchain_card.bench.names import DRAFTS, PEERS, PLAIN, SCHEDULES
+from langchain_card.bench.peers import Peer
 from langchain_card.bench.runs import Method, PeakMemory, Run
-from langchain_card.checks import check_choice
-from langchain_card.config import EngineConfig, Schedule
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.errors import InvalidInputError
-from langchain_card.runtime.loader import resolve
-
-SCHEDULES: dict[str, Schedule] = {"plain": "plain", "sequential": "sequential", "parallel": "parallel", "card": "auto"}
-"""This engine's, by method; `card` is what users get."""
-
-DRAFTS: dict[str, dict[str, Any]] = {
-    "ngram": {"draft_model": "ngram", "drafters": None, "stack": ()},
-    "model": {"drafters": (), "stack": ()},
-    "beside": {"drafters": ("ngram",), "stack": ()},
-    "below": {"drafters": (), "stack": ("ngram",)},
-}
-"""Engines of their own over the same weights, under `auto`: n-grams alone, the draft model alone, both together."""
-
-METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
+from langchain_card.errors import CARDError
+from langchain_card.runtime.loader import Pair, resolve
 
 
 @dataclass(frozen=True)
@@ -46,23 +33,6 @@ class Asked:
     batch: int = 1
 
 
-def check_methods(names: Sequence[str], config: EngineConfig, asked: Asked) -> tuple[str, ...]:
-    """The methods to compare, `plain` first: it is what the others are compared with.
-
-    Raises:
-        InvalidInputError: there is no such method, or it cannot do what is asked.
-    """
-    for name in names:
-        check_choice("--methods", name, METHODS)
-        if name in PEERS:
-            PEERS[name].check(name, config, asked.batch)
-        elif name not in ("plain", "ngram") and not config.has_draft and config.draft_model is None:
-            raise InvalidInputError("--methods", name, "needs a draft", "name a --draft-model, or leave it out")
-        elif name in ("model", "beside", "below") and not config.has_draft:
-            raise InvalidInputError("--methods", name, "needs a draft model", "name one, or leave it out")
-    return tuple(dict.fromkeys(("plain", *names)))
-
-
 class Ours:
     """One of this engine's methods.
 
@@ -75,7 +45,8 @@ class Ours:
 
     def __init__(self, name: str, weights: str, engine: Engine, asked: Asked) -> None:
         self.name, self.weights = name, weights
-        self._engine, self._asked, self._peak = engine, asked, PeakMemory()
+        self._engine, self._asked = engine, asked
+        self._peak = PeakMemory(cuda=any("cuda" in device for device in engine.devices.values()))
 
     def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
         """Each method and repeat is a tenant of its own: none looks up what another one read or wrote."""
@@ -100,7 +71,7 @@ class Ours:
             tuple(each.token_ids for each in done),
             first - begun,
             ended - first,
-            sum(one.output_tokens for one in stats) - 1,
+            sum(one.output_tokens - 1 for one in stats),
             self._peak.read(),
             _figures(stats, ended - first),
         )
@@ -129,8 +100,8 @@ def open_methods(
     held: contextlib.ExitStack,
     open_engine: Callable[[EngineConfig], Engine],
     report: Callable[[str], None],
-) -> tuple[Engine, list[Method]]:
-    """The engine that all of ours share, and the methods.
+) -> tuple[Engine, list[Method], dict[str, str]]:
+    """The engine that all of ours share, the methods, and why others could not be loaded.
 
     Args:
         names: of the methods.
@@ -141,17 +112,25 @@ def open_methods(
         report: told what is loaded.
     """
     engine = held.enter_context(open_engine(config))
-    weights = words_of(resolve(config).target)
-    methods: list[Method] = []
+    pair, methods, failed = resolve(config), list[Method](), dict[str, str]()
     for name in names:
         if name in PEERS:
             report(f"loading {name}")
-            peer = Peer(name, config, asked.max_tokens, asked.temperature)
+            try:
+                peer = Peer(name, config, asked.max_tokens, asked.temperature)
+            except CARDError as error:
+                failed[name] = str(error)
+                continue
             held.callback(peer.close)
             methods.append(peer)
             continue
         own = engine
         if name in DRAFTS:
             own = held.enter_context(open_engine(replace(config, **DRAFTS[name])))
-        methods.append(Ours(name, weights, own, asked))
-    return engine, methods
+        methods.append(Ours(name, _weights(name, pair), own, asked))
+    return engine, methods, failed
+
+
+def _weights(name: str, pair: Pair) -> str:
+    draft = None if name in (PLAIN, "ngram") else pair.draft
+    return words_of(pair.target) + (f", draft {words_of(draft)}" if draft is not None else "")

@@ -27,10 +27,11 @@ def main() -> None:
     asked = json.loads(sys.stdin.readline())
     use_threads(num_cores())
     try:
-        generate, peak = _make(asked), PeakMemory()
+        generate, device = _make(asked)
     except Exception as error:
         print(json.dumps({"error": _words(error)}), file=answers, flush=True)
         return
+    peak = PeakMemory(cuda=device.type == "cuda")
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         peak.reset()
@@ -47,20 +48,34 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def _make(asked: dict[str, Any]) -> _Generate:
+def _make(asked: dict[str, Any]) -> tuple[_Generate, torch.device]:
     config = EngineConfig(**asked["config"])
     if asked["name"] == "hf-float32":
         config = replace(config, quantization=None, dtype="float32")
     pair = resolve(config)
     make = _flashspec if asked["name"] == "flashspec" else _transformers
-    return make(asked["name"], pair, asked["max_tokens"], asked["temperature"])
+    return make(asked["name"], pair, asked["max_tokens"], asked["temperature"]), pair.target.device
 
 
 def _load(spec: ModelSpec) -> Any:
-    """With transformers' own layers and attention."""
+    """With transformers' own layers and attention, without the folder's habits; a draft keeps its whole head."""
+    from transformers import GenerationConfig
+
     model = load_model(replace(spec, draft=False, compiled=False), fused=False)
+    if spec.draft and spec.form == "int8":
+        from langchain_card.runtime import int4
+
+        int4.to_4_bits(model)
     model.set_attn_implementation("sdpa")
+    model.generation_config = GenerationConfig()
     return model
+
+
+def _now(device: torch.device) -> float:
+    """The time when the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _transformers(name: str, pair: Pair, max_tokens: int, temperature: float) -> _Generate:
@@ -84,13 +99,14 @@ def _transformers(name: str, pair: Pair, max_tokens: int, temperature: float) ->
             self.seen: list[tuple[int, float]] = []
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            self.seen.append((input_ids.shape[1], time.perf_counter()))
+            self.seen.append((input_ids.shape[1], _now(input_ids.device)))
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def generate(prompts: Sequence[Sequence[int]]) -> Run:
         longest = max(map(len, prompts))
         padded = [[padding] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        torch.manual_seed(0)
         clock, begun = Clock(), time.perf_counter()
         out = model.generate(
             torch.tensor(padded, device=pair.target.device),
@@ -133,7 +149,7 @@ def _flashspec(name: str, pair: Pair, max_tokens: int, temperature: float) -> _G
 
     def timed(*args: Any, **options: Any) -> None:
         commit(*args, **options)
-        steps_ended.append(time.perf_counter())
+        steps_ended.append(_now(spec.device))
 
     target.commit = timed
 
@@ -141,7 +157,7 @@ def _flashspec(name: str, pair: Pair, max_tokens: int, temperature: float) -> _G
         steps_ended.clear()
         begun = time.perf_counter()
         result = engine.generate(torch.tensor([*map(list, prompts)], device=spec.device), max_new_tokens=max_tokens)
-        ended = time.perf_counter()
+        ended = _now(spec.device)
         answer = tuple(result.output_ids[0, : result.n_tokens_generated].tolist())
         steps, first = result.arm_steps, (*steps_ended, ended)[0]
         figures = {"accepted_length": len(answer) / len(steps), "acceptance": result.acceptance_rate}

@@ -1,63 +1,34 @@
 """Other people's loops, each in a process of its own: two pools of CPU threads in one would slow both sides down.
 
-They get the very weights that this engine runs, in the same number format, in layers of transformers; only
-`hf-float32` has them as they were published. What a process says and hears is JSON, a line each.
+They get the very weights that this engine runs, in the same number format, in layers of transformers, but that a draft
+has its whole head; only `hf-float32` has them as they were published. What a process says and hears is a line of JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from langchain_card.bench.machine import words_of
+from langchain_card.bench.names import PEERS
 from langchain_card.bench.runs import Run
 from langchain_card.config import EngineConfig
-from langchain_card.errors import EngineError, InvalidInputError
-from langchain_card.runtime.loader import resolve
+from langchain_card.errors import DeviceError, EngineError, InvalidInputError
+from langchain_card.runtime.budget import free_bytes, weight_bytes
+from langchain_card.runtime.loader import Pair, resolve
 
+SECONDS = 1800.0
+"""That loading, or a run, may take."""
 
-@dataclass(frozen=True)
-class Kind:
-    """What one of them can do.
-
-    Attributes:
-        drafts: whether it needs a draft model.
-        batches: whether it takes several prompts at once.
-        package: that it needs beside transformers.
-    """
-
-    drafts: bool = False
-    batches: bool = False
-    package: str = ""
-
-    def check(self, name: str, config: EngineConfig, batch: int) -> None:
-        """Raises `InvalidInputError` where it cannot do what is asked."""
-        if self.package and importlib.util.find_spec(self.package) is None:
-            raise InvalidInputError("--methods", name, "is not installed", f"pip install {self.package}")
-        if self.drafts and not config.has_draft:
-            raise InvalidInputError("--methods", name, "needs a draft model", "name a --draft-model, or leave it out")
-        if batch > 1 and not self.batches:
-            limit = f"takes one prompt at a time, not --batch {batch}"
-            raise InvalidInputError("--methods", name, limit, "leave it out, or --batch 1")
-
-
-PEERS: dict[str, Kind] = {
-    "hf-float32": Kind(batches=True),
-    "hf-generate": Kind(batches=True),
-    "hf-assisted": Kind(drafts=True),
-    "hf-prompt-lookup": Kind(),
-    "flashspec": Kind(drafts=True, package="flashspec"),
-}
-"""transformers' `generate` in float32; the same on this engine's weights, with its draft, with prompt lookup; and
-FlashSpec (the package flashspec), with its own choice of strategy."""
-
+_ROOM = 1.3
+"""Memory of a process by that of its weights."""
 
 _FIELDS = ("model", "draft_model", "device", "draft_device", "dtype", "quantization", "max_model_len")
 
@@ -72,6 +43,7 @@ class Peer:
 
     Raises:
         InvalidInputError: it cannot run this pair.
+        DeviceError: there is no room for its copy of the weights.
         EngineError: it could not start, or died.
     """
 
@@ -80,8 +52,12 @@ class Peer:
         if PEERS[name].drafts and pair.vocabulary is not None:
             limit = f"is measured with drafts of the target's own vocabulary, not {config.draft_model}"
             raise InvalidInputError("--methods", name, limit, "leave it out")
-        self.name = name
-        self.weights = "float32" if name == "hf-float32" else words_of(pair.target)
+        self.name, own = name, pair
+        if name == "hf-float32":
+            own = resolve(replace(config, quantization=None, dtype="float32"))
+        _check_room(name, own)
+        draft = f", draft {words_of(own.draft)}" if PEERS[name].drafts and own.draft is not None else ""
+        self.weights = words_of(own.target) + draft.replace(", cut head", "")
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
         command = [sys.executable, "-W", "ignore", "-m", "langchain_card.bench.peer_process"]
         pipe = subprocess.PIPE
@@ -103,7 +79,10 @@ class Peer:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
+        deadline = threading.Timer(SECONDS, self._process.kill)
+        deadline.start()
         line = self._process.stdout.readline()
+        deadline.cancel()
         if not line:
             self._process.wait()
             self._errors.seek(0)
@@ -119,3 +98,11 @@ class Peer:
         self._process.kill()
         self._process.communicate()
         self._errors.close()
+
+
+def _check_room(name: str, pair: Pair) -> None:
+    specs = [pair.target, *([pair.draft] if PEERS[name].drafts and pair.draft is not None else [])]
+    needed, free = _ROOM * sum(map(weight_bytes, specs)), free_bytes(pair.target.device)
+    if needed > free:
+        limit = f"needs {needed / 2**30:.1f} GiB for weights of its own, {free / 2**30:.1f} GiB are free"
+        raise DeviceError("--methods", name, limit, "compare fewer at once")

@@ -38,7 +38,7 @@ def to_perfetto(timeline: Timeline, decode: Callable[[Sequence[int]], str]) -> d
         return {"ph": "X", "name": name, **known, "args": args}
 
     for i, done in enumerate(timeline.rounds):
-        outcome = {None: "end", True: "hit", False: "miss"}[done.hit]
+        outcome = "plain" if done.schedule == "plain" else {None: "end", True: "hit", False: "miss"}[done.hit]
         name = f"{done.rows} rows, {len(done.token_ids)} tokens, {outcome}"
         facts = {"rows": done.rows, "read": done.read, "tokens": len(done.token_ids), "then": outcome}
         events.append(block(TARGET, name, done.begin, done.end, round=i, schedule=done.schedule, **facts))

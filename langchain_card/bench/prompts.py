@@ -43,16 +43,16 @@ def find(name: str, count: int) -> list[str]:
 
 
 def load(path: Path, count: int) -> list[str]:
-    """The first `count` prompts: `prompt`, `question`, `text` or the first of `turns`, whichever a row has.
+    """The first `count` prompts: `prompt`, `question`, `text` or `turns`, whichever a row has; of a list the first.
 
     Raises:
         InvalidInputError: the file is not there, or holds something else, or nothing.
     """
     check_range("count", count, 1, 2**31)
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         texts = [_text(row) for row in rows[:count]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         hint = "each line is a JSON object with prompt, question, text or turns"
         raise InvalidInputError("prompts", str(path), f"cannot be read ({error!r})", hint) from error
     if not texts:
@@ -61,10 +61,11 @@ def load(path: Path, count: int) -> list[str]:
 
 
 def _text(row: dict[str, Any]) -> str:
-    for key in ("prompt", "question", "text"):
-        if key in row:
-            return str(row[key])
-    return str(row["turns"][0])
+    found = next(row[key] for key in ("prompt", "question", "text", "turns") if row.get(key) is not None)
+    text = found[0] if isinstance(found, list) else found
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is no text")
+    return text
 
 
 def _humaneval() -> Path:

@@ -11,16 +11,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from langchain_card.bench.bounds import Measured
+from langchain_card.bench.names import PLAIN
 from langchain_card.bench.runs import Method, Run
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError, InvalidInputError
 
-PLAIN = "plain"
-"""The method that the others are compared with."""
-
 WARM_UPS = 2
-"""Rounds that are not counted: kernels compile, pages are touched, `auto` measures both of its schedules."""
+"""Rounds that are not counted, over the longest and the shortest prompts: kernels compile, pages are touched, `auto`
+measures both of its schedules."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,14 @@ class Race:
         rows: all runs.
         failed: why a method was left out, by its name.
         differences: answers that are not plain's.
+        greedy: whether the likeliest token was taken.
     """
 
     weights: dict[str, str]
     rows: list[Row] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
+    greedy: bool = True
 
     def of(self, method: str) -> list[Row]:
         """The runs of one method."""
@@ -146,9 +147,9 @@ def race(
         CARDError: plain decoding failed: there is nothing to compare with.
     """
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-    for number in range(WARM_UPS):
-        _round(found, methods, groups[0], -1, -1 - number)
-    found.rows.clear()
+    cold, sizes = Race(found.weights, failed=found.failed), [sum(map(len, group)) for group in groups]
+    for number, size in enumerate((max(sizes), min(sizes)), 1):
+        _round(cold, methods, groups[sizes.index(size)], 0, -number)
     for number, (repeat, group) in enumerate(itertools.product(range(repeats), range(len(groups))), 1):
         _round(found, methods, groups[group], group, repeat)
         report(found, number, repeats * len(groups))
@@ -168,7 +169,7 @@ def _round(found: Race, methods: Sequence[Method], prompts: Sequence[Sequence[in
             found.rows.append(Row(method.name, group, repeat, run))
 
 
-def explain(found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, *, greedy: bool) -> None:
+def explain(found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, *, gaps: bool) -> None:
     """Finds out where answers part from plain's, and how sure the target is of its token there.
 
     Args:
@@ -176,7 +177,7 @@ def explain(found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch
         engine: of the target.
         prompts: as the race had them.
         batch: as the race had it.
-        greedy: whether the likeliest token was taken.
+        gaps: whether to ask the target how sure it is there.
     """
     found.differences.clear()
     for method in found.weights:
@@ -189,7 +190,7 @@ def explain(found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch
                 texts = [engine.tokenizer.decode(ids[place : place + 1]) for ids in (own, plain)]
                 text = [*prompts[row.group * batch + i], *plain[:place]]
                 gap = None
-                if greedy:
+                if gaps:
                     with contextlib.suppress(InvalidInputError):  # a model without a tokenizer for all that it says
                         gap = _gap(engine, text)
                 found.differences.append(Difference(method, row.group, row.repeat, i, place, texts[0], texts[1], gap))

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from langchain_card.bench.race import PLAIN, Race
+from langchain_card.bench.names import PEERS, PLAIN
+from langchain_card.bench.race import Difference, Race
 from langchain_card.bench.runs import Run
 
 _GIB = 1 << 30
+
+FEWEST = 6
+"""Prompts from which on bounds are given: those of fewer are far too narrow."""
 
 HEADERS = (
     "method", "weights", "tokens/s (quartiles)", "times plain (95 %)", "accepted length", "acceptance", "hits",
@@ -32,7 +36,7 @@ def _line(found: Race, name: str) -> tuple[str, ...]:
     if not runs:
         return (name, found.weights[name], *[""] * (len(HEADERS) - 2))
     speeds, times = [run.speed for run in runs], found.speedup(name)
-    low, _, high = statistics.quantiles(speeds, n=4) if len(speeds) > 1 else [speeds[0]] * 3
+    low, _, high = statistics.quantiles(speeds, n=4, method="inclusive") if len(speeds) > 1 else [speeds[0]] * 3
     same, every = found.identical(name)
     schedules = sorted({run.figures.get("schedule", name) for run in runs})
     is_base = name == PLAIN
@@ -40,14 +44,14 @@ def _line(found: Race, name: str) -> tuple[str, ...]:
         f"{name} ({', '.join(schedules)})" if name == "card" else name,
         found.weights[name],
         f"{statistics.median(speeds):.1f} ({low:.1f} to {high:.1f})",
-        "1" if is_base else f"{times.value:.2f} ({times.low:.2f} to {times.high:.2f})" if times else "",
+        "1" if is_base or not times else f"{times.value:.2f}{_bounds(found, name)}",
         _mean(runs, "accepted_length", "{:.2f}"),
         _mean(runs, "acceptance", "{:.2f}"),
         _mean(runs, "hit_rate", "{:.2f}"),
         f"{_mean(runs, 'target_busy', '{:.0%}')} / {_mean(runs, 'draft_busy', '{:.0%}')}".strip(" /"),
         f"{statistics.median(run.first for run in runs):.2f} s",
         f"{max(run.peak for run in runs) / _GIB:.1f} GiB",
-        "" if is_base else f"{same} of {every}",
+        "" if is_base or (name in PEERS and not found.greedy) else f"{same} of {every}",
     )
 
 
@@ -56,20 +60,40 @@ def _mean(runs: Sequence[Run], figure: str, form: str) -> str:
     return form.format(statistics.mean(values)) if values else ""
 
 
+def _bounds(found: Race, name: str) -> str:
+    times = found.speedup(name)
+    few = len(found.speedups(name)) < FEWEST
+    return "" if few or times is None else f" ({times.low:.2f} to {times.high:.2f})"
+
+
 def remarks(found: Race) -> list[str]:
-    """What a table does not say: who failed, and where answers differ."""
+    """What a table does not say: who failed, where answers differ, and what is not alike."""
     said = [f"{name} was left out: {why}" for name, why in found.failed.items()]
+    if 0 < len(found.speedups(PLAIN)) < FEWEST:
+        said.append(f"Bounds are given from {FEWEST} prompts on.")
     for name in found.weights:
-        own = [each for each in found.differences if each.method == name]
-        if not own:
-            continue
-        first = min(own, key=lambda each: each.gap if each.gap is not None else 0.0)
-        sure = "" if first.gap is None else f"; the target's two likeliest tokens are {first.gap:.2g} nats apart there"
+        if own := [each for each in found.differences if each.method == name]:
+            said += _remark(found, name, own)
+    if any(name in PEERS for name in found.weights):
         said.append(
-            f"{name} is not lossless here: {len(own)} of {found.identical(name)[1]} answers differ. The closest call: "
-            f"prompt {first.group + 1}, token {first.position}: {first.own!r} in the place of {first.plain!r}{sure}"
+            "This engine's methods share what its controller learns, and each remembers earlier prompts and answers, "
+            "as it does for users; others' loops begin anew with each prompt."
         )
     return said
+
+
+def _remark(found: Race, name: str, own: Sequence[Difference]) -> list[str]:
+    """Nothing where others draw noise of their own."""
+    if name in PEERS and not found.greedy:
+        return []
+    first, gaps = own[0], [each.gap for each in own if each.gap is not None]
+    alike = found.weights[name].split(",")[0] == found.weights[PLAIN].split(",")[0]
+    kind = "is not lossless here" if alike else "runs on other weights"
+    place = f"prompt {first.group + 1}, token {first.position}: {first.own!r} in the place of {first.plain!r}"
+    sure = "" if first.gap is None else f", where the target's two likeliest tokens are {first.gap:.2g} nats apart"
+    spread = f" (all: median {statistics.median(gaps):.2g}, at most {max(gaps):.2g})" if gaps else ""
+    every = found.identical(name)[1]
+    return [f"{name} {kind}: {len(own)} of {every} answers differ. The first difference: {place}{sure}{spread}."]
 
 
 def plot(found: Race, path: Path, title: str) -> None:
@@ -95,6 +119,7 @@ def plot(found: Race, path: Path, title: str) -> None:
 def _bar(panel: Any, place: int, times: Any, each: Sequence[float], *, ours: bool) -> None:
     colour: Callable[[bool], str] = lambda ours: "#2a9d5c" if ours else "#8d99ae"  # noqa: E731
     panel.barh(place, times.value, color=colour(ours), height=0.6)
-    panel.errorbar(times.value, place, xerr=[[times.value - times.low], [times.high - times.value]], color="black")
+    if len(each) >= FEWEST:
+        panel.errorbar(times.value, place, xerr=[[times.value - times.low], [times.high - times.value]], color="black")
     panel.plot(each, [place] * len(each), "|", color="#333333", alpha=0.5, ms=7)
     panel.text(max(times.high, *each) + 0.04, place, f"{times.value:.2f}", va="center", size=9)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import resource
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 _OWN = Path("/proc/self")
@@ -21,7 +22,7 @@ class Run:
         token_ids: of each answer.
         first: seconds until the first token of the first answer: mostly the reading of prompts.
         seconds: from there to the end of the last.
-        tokens: of all answers, that came in these.
+        tokens: of all answers, without the first of each.
         peak: bytes of the device's memory that the method's process held at most, weights and all.
         figures: by name what only some methods count: `accepted_length`, `acceptance`, `hit_rate`, `target_busy`,
             `draft_busy`, `schedule`.
@@ -59,24 +60,28 @@ class Method(Protocol):
 
 
 class PeakMemory:
-    """The most memory that this process has held since `reset`: of its CUDA devices, else of the machine."""
+    """The most memory that this process has held since `reset`; what processes of its own hold is not counted.
+
+    Args:
+        cuda: of all CUDA devices; else of the machine.
+    """
+
+    def __init__(self, *, cuda: bool) -> None:
+        self._devices = range(torch.cuda.device_count() if cuda else 0)
 
     def reset(self) -> None:
         """From now on."""
-        if torch.cuda.is_available():
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.reset_peak_memory_stats(index)
-        try:
+        for index in self._devices:
+            torch.cuda.reset_peak_memory_stats(index)
+        with contextlib.suppress(OSError):  # where there is no such file the peak is what is held when it is read
             (_OWN / "clear_refs").write_text("5")
-        except OSError:  # the peak is that of the whole life, then
-            return
 
     def read(self) -> int:
         """In bytes."""
-        if torch.cuda.is_available():
-            return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        if self._devices:
+            return sum(torch.cuda.max_memory_allocated(index) for index in self._devices)
         try:
             lines = (_OWN / "status").read_text().splitlines()
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
         except (OSError, StopIteration):
-            return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return int(psutil.Process().memory_info().rss)

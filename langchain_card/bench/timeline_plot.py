@@ -13,13 +13,14 @@ from langchain_card.bench.canvas import plt
 from langchain_card.bench.timeline import Round, Timeline, corrections
 from langchain_card.core.messages import TARGET
 
-HIT, MISS, DRAFT, GUESSED, OWN = "#2a9d5c", "#d1495b", "#5b8fd6", "#cfe1f7", "#e6e6e6"
+HIT, MISS, OTHER, DRAFT, GUESSED, OWN = "#2a9d5c", "#d1495b", "#8a8f98", "#5b8fd6", "#cfe1f7", "#e6e6e6"
 """Colours: of passes by what they met, of draft steps, of tokens."""
 
 _LEGEND = {
     "draft step": DRAFT,
     "target pass, then a hit: its last token was guessed, too": HIT,
     "then a miss: the draft starts anew": MISS,
+    "without a draft, or the last one": OTHER,
     "token guessed by the draft": GUESSED,
     "the target's own": OWN,
 }
@@ -48,7 +49,7 @@ def plot_timeline(
         first: of the rounds that are drawn; the first of all reads the prompt.
         count: rounds.
     """
-    rounds = timeline.rounds[first : first + count] or timeline.rounds[-1:]
+    rounds = timeline.rounds[first : first + count]
     begin, end = rounds[0].begin, rounds[-1].end
     figure, panel = plt.subplots(figsize=(_WIDTH, _HEIGHT))
     panel.set_xlim(0, 1e3 * (end - begin))
@@ -58,7 +59,7 @@ def plot_timeline(
         return 1e3 * (min(max(seconds, begin), end) - begin)
 
     for done in rounds:
-        _block(panel, ms(done.begin), ms(done.end), lanes[TARGET], MISS if done.hit is False else HIT)
+        _block(panel, ms(done.begin), ms(done.end), lanes[TARGET], _colour(done))
         label = f"{done.rows - 1} checked\n{len(done.token_ids)} written"
         middle = (ms(done.begin) + ms(done.end)) / 2
         panel.text(middle, lanes[TARGET] + _LANE / 2, label, color="white", size=6.5, ha="center", va="center")
@@ -67,8 +68,7 @@ def plot_timeline(
             _block(panel, ms(step.begin), ms(step.end), lanes[step.source], DRAFT)
     told = [pair for pair in corrections(timeline) if pair[0] in rounds and pair[1].begin < end]
     for done, step in told:
-        colour = MISS if done.hit is False else HIT
-        _arrow(panel, ms(done.end), lanes[TARGET] + _LANE, ms(step.begin), lanes[step.source], colour)
+        _arrow(panel, ms(done.end), lanes[TARGET] + _LANE, ms(step.begin), lanes[step.source], _colour(done))
     if told:
         _explain(panel, ms(rounds[0].begin), ms(told[0][0].end), lanes[TARGET] + _LANE, lanes[told[0][1].source])
     for done in rounds:
@@ -76,6 +76,11 @@ def plot_timeline(
     _label(figure, panel, timeline, lanes, names)
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)
+
+
+def _colour(done: Round) -> str:
+    """Of a pass: neither a hit nor a miss where nothing drafts, or nothing follows."""
+    return OTHER if done.hit is None or done.schedule == "plain" else HIT if done.hit else MISS
 
 
 def _arrow(panel: Any, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:

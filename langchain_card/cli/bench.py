@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from langchain_card.bench.traces import Trace
     from langchain_card.cli.render import Screen
 
-METHODS = ("plain", "sequential", "parallel", "card")
 COUNT, RECORDED = 20, 8
 """Prompts by default: of a comparison; to record, or steps to measure."""
 
 
 def register(subparsers: Any) -> None:
     """Add `bench`."""
+    from langchain_card.bench.names import DEFAULTS, METHODS
     from langchain_card.cli.fields import add_drafter_fields, add_engine_fields
 
     parser = subparsers.add_parser(
@@ -29,11 +30,8 @@ def register(subparsers: Any) -> None:
     )
     add_engine_fields(parser)
     add_drafter_fields(parser)
-    known = (
-        "plain, sequential, parallel, card (auto), ngram, model, beside, below; hf-float32, hf-generate, hf-assisted"
-    )
-    known += ", hf-prompt-lookup (transformers), flashspec (if it is installed)"
-    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"of {known}")
+    known = f"of {', '.join(METHODS)} ({' '.join(DEFAULTS)})"
+    parser.add_argument("--methods", nargs="+", default=DEFAULTS, metavar="NAME", help=known)
     sets = "own (default), copying or humaneval, or a file of JSON lines"
     parser.add_argument("--prompts", metavar="SET", help=sets)
     parser.add_argument("--count", type=int, help=f"prompts ({COUNT}); to record, or steps of each size ({RECORDED})")
@@ -87,7 +85,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from langchain_card.bench import machine, prompts
-    from langchain_card.bench.methods import Asked, check_methods, open_methods
+    from langchain_card.bench.methods import Asked, open_methods
+    from langchain_card.bench.names import check_methods
     from langchain_card.bench.race import Race, explain, race
     from langchain_card.bench.record import asked_as_user
     from langchain_card.cli.chat import load
@@ -101,13 +100,15 @@ def _compare(args: argparse.Namespace) -> None:
     config, screen = EngineConfig(**engine_fields(args), **drafter_fields(args)), Screen()
     asked = Asked(args.max_tokens, args.temperature, args.batch)
     SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature).check(config.limits)
-    names = check_methods(args.methods, config, asked)
+    names = check_methods(tuple(args.methods), config, args.batch)
     texts = prompts.find(args.prompts or "own", args.count)
     about = {"command": " ".join(["langchain-card", *args.given]), "machine": machine.describe()}
 
     def save(found: Race) -> None:
         if args.json is not None:
-            args.json.write_text(json.dumps(about | found.to_json()) + "\n")
+            new = args.json.with_suffix(".new")
+            new.write_text(json.dumps(about | found.to_json()) + "\n")
+            os.replace(new, args.json)
 
     def report(found: Race, number: int, total: int) -> None:
         save(found)
@@ -117,13 +118,15 @@ def _compare(args: argparse.Namespace) -> None:
         screen.note(f"{number} of {total}, tokens/s: {speeds}")
 
     with contextlib.ExitStack() as held:
-        engine, methods = open_methods(names, config, asked, held, lambda own: load(screen, own), screen.note)
+        engine, methods, failed = open_methods(names, config, asked, held, lambda own: load(screen, own), screen.note)
         ids = [asked_as_user(engine, text) for text in texts]
-        found = Race({method.name: method.weights for method in methods})
+        found = Race({method.name: method.weights for method in methods}, failed=failed, greedy=not args.temperature)
+        is_whole = False
         try:
             race(found, methods, ids, args.batch, args.repeat, report)
-            explain(found, engine, ids, args.batch, greedy=not args.temperature)
+            is_whole = True
         finally:  # a run that was cut short shows what it has
+            explain(found, engine, ids, args.batch, gaps=is_whole and found.greedy)
             save(found)
             _show(screen, found, args)
 
@@ -131,15 +134,15 @@ def _compare(args: argparse.Namespace) -> None:
 def _show(screen: Screen, found: Race, args: argparse.Namespace) -> None:
     from langchain_card.bench.race_table import markdown, plot, remarks
 
-    if not found.rows:
-        return
-    print(markdown(found))
+    if found.rows:
+        print(markdown(found))
     for remark in remarks(found):
         screen.say(remark)
     if args.json is not None:
         screen.note(f"{len(found.rows)} rows are in {args.json}")
-    if args.plot is not None:
-        plot(found, args.plot, f"{args.model}, draft {args.draft_model}; {args.prompts or 'own'}, {args.count} prompts")
+    if args.plot is not None and found.rows:
+        asked = f"{args.prompts or 'own'}, {args.batch * len({row.group for row in found.rows})} prompts"
+        plot(found, args.plot, f"{args.model}, draft {args.draft_model}; {asked}")
         screen.note(f"a picture is in {args.plot}")
 
 

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     device = measure(config, "here", REPEATS, lambda _: None) if pair.draft is not None else None
     if device is not None:
-        say("Steps, measured", doctor.about_steps(device))
+        shared = pair.draft is not None and pair.draft.device == pair.target.device
+        say("Steps, measured", doctor.about_steps(device, shared=shared))
     with load(screen, config) as engine:
         trial = doctor.try_out(engine, prompts.load(prompts.OWN, TEXTS), TOKENS)
     say("Schedule", doctor.about_schedule(trial))

@@ -29,7 +29,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("prompt", nargs="?", help="the question (the demo's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the trace for ui.perfetto.dev")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw some rounds (needs the extra `bench`)")
-    parser.add_argument("--first", type=int, default=1, metavar="ROUND", help="the first that is drawn; number 0 reads the prompt (1)")
+    parser.add_argument(
+        "--first", type=int, default=1, metavar="ROUND", help="the first that is drawn; number 0 reads the prompt (1)"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="how many are drawn (8)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of the answer (96)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from langchain_card.cli.render import Screen
     from langchain_card.config import EngineConfig
     from langchain_card.core.request import SamplingParams
+    from langchain_card.errors import InvalidInputError
 
     check_output("--json", args.json, ".json")
     check_output("--plot", args.plot, ".png", ".svg", ".pdf")
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     screen, tracer = Screen(), Tracer()
     with load(screen, config, tracer) as engine:
         from langchain_card.bench.record import asked_as_user
+        from langchain_card.drafters.model import ModelDrafter
 
         prompt_ids = asked_as_user(engine, args.prompt or PROMPT)
         engine.submit(
@@ -72,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         generation.result()
         decode = engine.tokenizer.decode
     timeline = tracer.timelines[generation.request.request_id]
-    names = {TARGET: config.model, **{name: config.draft_model or name for name in timeline.sources}}
+    names = {TARGET: config.model, ModelDrafter.name: config.draft_model or ""}
     _say(screen, timeline, names)
     if args.json is not None:
         from langchain_card.bench.perfetto import to_perfetto
@@ -80,8 +84,12 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(to_perfetto(timeline, decode)))
         screen.note(f"{args.json}: open it at https://ui.perfetto.dev")
     if args.plot is not None:
+        shown = range(len(timeline.rounds))[args.first : args.first + args.rounds]
+        if not shown:
+            limit = f"the answer has rounds 0 to {len(timeline.rounds) - 1}"
+            raise InvalidInputError("--first", args.first, limit, "name an earlier one, or raise --max-tokens")
         timeline_plot.plot_timeline(timeline, decode, names, args.plot, args.first, args.rounds)
-        screen.note(f"{args.plot}: rounds {args.first} to {args.first + args.rounds - 1} of {len(timeline.rounds)}")
+        screen.note(f"{args.plot}: rounds {shown[0]} to {shown[-1]} of 0 to {len(timeline.rounds) - 1}")
     return 0
 
 
@@ -93,4 +101,4 @@ def _say(screen: Screen, timeline: Timeline, names: Mapping[str, str]) -> None:
     )
     for lane in (TARGET, *timeline.sources):
         steps = len(timeline.rounds) if lane == TARGET else sum(step.source == lane for step in timeline.drafts)
-        screen.say(f"{names[lane]}: {steps} steps, busy {timeline.busy(lane):.0%} of the time")
+        screen.say(f"{names.get(lane, lane)}: {steps} steps, busy {timeline.busy(lane):.0%} of the time")
