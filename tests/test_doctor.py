@@ -97,6 +97,12 @@ def test_without_a_draft_model(pair: list[str], capsys: pytest.CaptureFixture[st
     assert "The draft" not in said.split("Schedule")[0] and "small model of the same family" in said
 
 
+def test_without_any_draft(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *pair[:2], "--draft-model", "none", "--dtype", "float64"]) == 0
+    said = capsys.readouterr().out
+    assert "guessed" not in said and "will take" not in said and "gains nothing" not in said and "plain " in said
+
+
 def test_another_vocabulary_is_told(pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tiny.make_target("llama", tmp_path / "other")
     vocabularies.byte_pairs("the other thing is another thing than the others\n" * 9, 300, "</s>").save_pretrained(

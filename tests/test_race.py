@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import pytest
 import tiny
 
 from langchain_card.bench import methods as bench_methods
-from langchain_card.bench import prompts
+from langchain_card.bench import peers, prompts
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.methods import Asked, open_methods
 from langchain_card.bench.names import METHODS, PEERS
@@ -161,8 +162,10 @@ def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: t
     likeliest = engine.submit(PROMPTS[0], bench_methods.SamplingParams(max_tokens=1, logprobs=2)).result()
     best, second = (logprob for _, logprob in likeliest.logprobs[0].top)
     assert loose.gap == pytest.approx(best - second) and loose.gap > 0
-    said = remarks(made_up)
-    assert "loose is not lossless here: 1 of" in said[0] and "nats apart" in said[0]
+    (said,) = [line for line in remarks(made_up) if line.startswith("loose")]
+    assert "loose is not lossless here: 1 of" in said and "nats apart" in said
+    made_up.weights["loose"] = "float32"
+    assert any("loose runs on other weights: 1 of" in line for line in remarks(made_up))
 
 
 def test_several_prompts_at_once(pair: EngineConfig) -> None:
@@ -197,6 +200,32 @@ def test_flashspec(pair: EngineConfig) -> None:
     finally:
         peer.close()
     assert seen.token_ids == plain.token_ids and 0 < seen.tokens < 16 and seen.figures["accepted_length"] > 1
+
+
+def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: Path) -> None:
+    """Its generation_config.json may ask for penalties, which plain decoding here knows nothing of."""
+    folder = tmp_path / "model"
+    shutil.copytree(pair.model, folder)
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 1.9, "max_length": 12}')
+    own = replace(pair, model=str(folder), draft_model=None)
+    with ExitStack() as held:
+        _, methods, _ = open_methods(["plain", "hf-generate"], own, Asked(24), held, Engine, lambda _: None)
+        found = Race({method.name: method.weights for method in methods})
+        race(found, methods, PROMPTS[:1], 1, 1, lambda *_: None)
+    assert found.identical("hf-generate") == (1, 1)
+
+
+def test_a_peer_without_room_is_left_out(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "free_bytes", lambda device: 1 << 10)
+    with ExitStack() as held:
+        _, methods, failed = open_methods(["plain", "hf-generate"], pair, Asked(8), held, Engine, lambda _: None)
+        assert [method.name for method in methods] == ["plain"] and "GiB are free" in failed["hf-generate"]
+
+
+def test_a_peer_that_hangs_is_ended(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "SECONDS", 0.5)  # less than Python takes to start
+    with pytest.raises(EngineError, match="its process ended"):
+        Peer("hf-generate", pair, 16, 0.0)
 
 
 def test_a_peer_that_fails_says_why(pair: EngineConfig) -> None:
@@ -282,6 +311,16 @@ def test_humaneval_comes_from_its_authors_package(monkeypatch: pytest.MonkeyPatc
     assert len(texts) == 164 and texts[0].startswith("from typing import List") and "def " in texts[-1]
     monkeypatch.setattr(prompts, "download_wheel", lambda *_: pytest.fail("it is here"))
     assert prompts.find("humaneval", 3) == texts[:3]
+
+
+def test_prompts_are_read_as_they_are(tmp_path: Path) -> None:
+    rows = ['{"prompt": "a\u2028b"}', '{"prompt": ["one", "two"]}', '{"prompt": null, "question": "three"}']
+    (tmp_path / "set.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    assert prompts.load(tmp_path / "set.jsonl", 9) == ["a\u2028b", "one", "three"]
+    for wrong in ('{"prompt": 5}', '{"prompt": [{"a": 1}]}', '["a"]', '{"prompt": null}'):
+        (tmp_path / "set.jsonl").write_text(wrong)
+        with pytest.raises(InvalidInputError, match="cannot be read"):
+            prompts.load(tmp_path / "set.jsonl", 9)
 
 
 def test_a_set_that_was_changed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
