@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import Patch, Rectangle
 
-from langchain_card.bench.canvas import plt
+from langchain_card.bench.canvas import Figure, panels
 from langchain_card.bench.timeline import Round, Timeline, corrections
 from langchain_card.core.messages import TARGET
 
@@ -38,19 +38,29 @@ def plot_timeline(
     first: int = 1,
     count: int = 8,
 ) -> None:
-    """Draws some rounds of an answer.
+    """Writes the picture that `draw_timeline` draws into a file; the ending of `path` says of what kind."""
+    draw_timeline(timeline, decode, names, first, count).savefig(path, dpi=_DPI)
+
+
+def draw_timeline(
+    timeline: Timeline,
+    decode: Callable[[Sequence[int]], str],
+    names: Mapping[str, str],
+    first: int = 1,
+    count: int = 8,
+) -> Figure:
+    """Draws some rounds of an answer; a notebook shows the figure.
 
     Args:
         timeline: of the answer.
         decode: token ids -> text.
         names: by lane, the model's.
-        path: where the picture goes; its ending says what kind of file.
         first: of the rounds that are drawn; the first of all reads the prompt.
         count: rounds.
     """
     rounds = timeline.rounds[first : first + count] or timeline.rounds[-1:]
     begin, end = rounds[0].begin, rounds[-1].end
-    figure, panel = plt.subplots(figsize=(_WIDTH, _HEIGHT))
+    figure, [[panel]] = panels(_WIDTH, _HEIGHT)
     panel.set_xlim(0, 1e3 * (end - begin))
     lanes = {name: _PITCH * place for place, name in enumerate((TARGET, *timeline.sources))}
 
@@ -74,8 +84,7 @@ def plot_timeline(
     for done in rounds:
         _write(panel, done, ms(done.begin), ms(done.end), decode)
     _label(figure, panel, timeline, lanes, names)
-    figure.savefig(path, dpi=_DPI)
-    plt.close(figure)
+    return figure
 
 
 def _arrow(panel: Any, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
