@@ -106,7 +106,8 @@ for number, answer in tqdm(model.batch_as_completed(prompts, return_exceptions=T
 # first pass as well. A chain's own `batch_as_completed` is LangChain's: it runs as many rows at once as a pool of Python
 # has threads, which is four more than there are cores; `{"max_concurrency": 16}` asks for more.
 #
-# On an event loop it is `abatch_as_completed`, of the chain if you like: there nothing but the engine limits it.
+# On an event loop it is `abatch_as_completed`, of the chain if you like: there nothing but the engine limits it. It is
+# quick here, because n-grams know these answers by now.
 
 # %%
 from tqdm.asyncio import tqdm as async_tqdm

@@ -84,7 +84,7 @@ import json
         )
     )
 )
-asked = ["--prompts", "own.jsonl", "--count", "3", "--max-tokens", "32"]
+asked = ["--prompts", "own.jsonl", "--count", "3", "--max-tokens", "24"]
 card("bench", *asked, "--json", "bench.json")
 
 # %% [markdown]
@@ -118,9 +118,6 @@ for group in range(3):
 # `ngram`, `model`, `beside` and `below` are methods as well: n-grams alone, the draft model alone, both side by side, and
 # n-grams below the model. `hf-assisted` and `hf-prompt-lookup` are transformers' own loops on the same weights. What is
 # compared is named with `--methods`; `plain` is always among it.
-
-# %%
-card("bench", *asked, "--methods", "card", "ngram")
 
 # %% [markdown]
 # ## Plan

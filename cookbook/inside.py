@@ -34,10 +34,10 @@
 import os
 import warnings
 
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
+
 from langchain_card import Engine, EngineConfig, SamplingParams
 from langchain_card.bench.timeline import Tracer
-
-warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
 
 config = EngineConfig(
     model=os.environ.get("CARD_COOKBOOK_MODEL", "qwen2.5-coder-1.5b"),
@@ -109,11 +109,14 @@ for source, verified in stats.verified_by_source.items():
 print(f"the target's own: {stats.output_tokens - stats.accepted} tokens; dropped: {stats.dropped} candidates")
 
 # %% [markdown]
-# Where in the answer? Tokens that a draft model had are marked `[ ]`, those of n-grams `( )`; the rest are the target's.
+# Where in the answer? What the draft model had is between ⟦ ⟧, what n-grams had between ⟨ ⟩; the rest is the target's.
 
 # %%
-MARKS = {"model": "[{}]", "ngram": "({})", "": "{}"}
-print("".join(MARKS.get(piece.source, "<{}>").format(piece.text) for piece in done.pieces))
+import itertools
+
+MARKS = {"model": "⟦{}⟧", "ngram": "⟨{}⟩"}
+for source, pieces in itertools.groupby(done.pieces, key=lambda piece: piece.source):
+    print(MARKS.get(source, "{}").format("".join(piece.text for piece in pieces)), end="")
 
 # %% [markdown]
 # ## The picture

@@ -144,9 +144,10 @@ import tempfile
 import warnings
 from pathlib import Path
 
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
+
 import pytest
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what else is installed is not asked
 TEST = """
 from __main__ import {name}
@@ -157,11 +158,20 @@ class Test{name}(DrafterContract):
 """
 
 
+class Lines:
+    """A line for each test, in the place of what pytest writes on a terminal."""
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            print(f"{report.outcome}  {report.nodeid.rpartition('::test_')[2].replace('_', ' ')}")
+        if report.failed:
+            print(f"        {report.longrepr.reprcrash.message.splitlines()[0]}")
+
+
 def try_contract(name):
     path = Path(tempfile.mkdtemp()) / f"test_{name.lower()}.py"
     path.write_text(TEST.format(name=name))
-    options = ["-q", "--no-header", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider"]
-    return pytest.main([*options, f"--rootdir={path.parent}", str(path)])
+    pytest.main(["-p", "no:terminal", "-p", "no:cacheprovider", str(path)], plugins=[Lines()])
 
 
 try_contract("Pairs")
@@ -215,9 +225,12 @@ def total(items, rate):
 """
 
 
+model = CARDChatModel(model=target, draft_model=None, max_tokens=80).load()  # others share its weights
+
+
 def ask(**options):
-    with CARDChatModel(model=target, max_tokens=80, **options) as model:
-        answer = model.invoke(edit)
+    with CARDChatModel(model=target, max_tokens=80, **options) as other:
+        answer = other.invoke(edit)
     card = answer.response_metadata["card"]
     print(f"{answer.usage_metadata['output_tokens']} tokens in {card['rounds']} passes")
     for source, verified in card["verified_by_source"].items():
@@ -226,7 +239,8 @@ def ask(**options):
     return answer.text
 
 
-plain = ask(draft_model=None)
+plain = model.invoke(edit).text
+print(plain, end="\n\n")
 alone = ask(draft_model="pairs?depth=8", drafters=())
 print("same text:", alone == plain)
 
@@ -254,7 +268,13 @@ print("same text:", together == plain)
 # %% [markdown]
 # ## From here
 #
+# The full suite is the next step. `docs/plugins.md` has its options, all attributes of a drafter and all fields of a
+# proposal.
+#
 # - A step that takes device time, as one of a model does, says `paced = True` and tells in each proposal what it took.
 # - What is learnt across requests belongs to a tenant (`request.params.tenant`), and has a bound.
 # - `langchain-card bench --methods plain card --draft-model pairs` measures it against plain decoding, once a package
 #   offers it.
+
+# %%
+model.close()

@@ -117,7 +117,7 @@ class Trial:
     Attributes:
         measured: tokens per second, by schedule.
         expected: seconds a token by measured step times and hits, by schedule; `plain` among them.
-        hits: share of tokens that a draft had guessed where it had looked.
+        hits: share of tokens that a draft had guessed where it had looked; 0 without a draft model.
         chosen: the schedule that `auto` takes for one request from here on.
         shared: whether draft and target have one device.
     """
@@ -143,7 +143,8 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     stats: dict[Schedule, list[RequestStats]] = {schedule: [] for schedule in tried}
     for number, text in enumerate([texts[0], *texts]):  # the first is not counted: kernels compile
         for schedule in tried:
-            params = SamplingParams(max_tokens=max_tokens, schedule=schedule, tenant=schedule)
+            tenant = schedule if number else f"{schedule}, warm-up"  # nothing is drafted from the same answer
+            params = SamplingParams(max_tokens=max_tokens, schedule=schedule, tenant=tenant)
             done = engine.submit(asked_as_user(engine, text), params).result()
             if number:
                 stats[schedule].append(done.stats)
@@ -158,7 +159,8 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     elif not policy.shared_device:
         known.pop("sequential", None)
     chosen: Schedule = min(known, key=known.__getitem__, default="sequential")
-    return Trial(measured, expected, policy.usual_hits.value, chosen, policy.shared_device)
+    hits = policy.usual_hits.value if engine.config.has_draft else 0.0  # n-grams alone leave it at what is usual
+    return Trial(measured, expected, hits, chosen, policy.shared_device)
 
 
 def _speed(stats: Sequence[RequestStats]) -> float:
@@ -178,7 +180,8 @@ def about_schedule(trial: Trial) -> Iterator[str]:
     expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
     where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
     yield f"{where}. By step times and hits a token costs: {expected}."
-    yield f"schedule='auto' will take {trial.chosen!r}; predicted {trial.predicted:.2f} times plain decoding."
+    predicted = f"; predicted {trial.predicted:.2f} times plain decoding" if trial.expected.get(trial.chosen) else ""
+    yield f"schedule='auto' will take {trial.chosen!r}{predicted}."
 
 
 def advice(trial: Trial, device: Device | None, pair: Pair) -> Iterator[str]:
