@@ -52,7 +52,7 @@ print(config.model, "with", config.draft_model, "on", engine.devices)
 # another *tenant*, so that nothing is drafted from it.
 
 # %%
-question = "Write a Python function `median(values)` that returns the median of a list. Only the code."
+question = "In one short sentence: what is a median? Then a Python function for it, only the code."
 prompt_ids = engine.tokenizer.apply_chat_template(
     [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
 )
@@ -134,7 +134,9 @@ draw_timeline(timeline, decode, lanes, first=1, count=6)
 
 # %% [markdown]
 # Under `sequential` draft and target take turns: a draft step is taken only where it pays. No step slows the other one
-# down, but one of the two always waits. Where they share the cores of a CPU, `auto` measures which of both is faster.
+# down, but one of the two always waits. Misses are more common, because nobody guesses while the target checks: what it
+# writes behind the last candidate is new to the draft. Where both share the cores of a CPU, `auto` measures which of the
+# schedules is faster.
 
 # %%
 in_turns, turns = ask("sequential")

@@ -27,6 +27,7 @@ _WIDTH, _HEIGHT, _DPI = 9.0, 3.7, 200  # inches
 _LANE, _PITCH = 0.8, 1.55
 _SIZE, _ASPECT = 7.0, 0.602  # of the answer's letters: points, and width by height
 _ROW, _ROWS = 0.3, 6
+_LABELS = 0.15  # of the picture's width, which "query" and "correct" take beside each other
 _SHOWN = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
 
 
@@ -96,7 +97,9 @@ def _explain(panel: Any, query: float, correction: float, low: float, high: floa
     aside, middle = 0.006 * panel.get_xlim()[1], (low + high) / 2
     _arrow(panel, query + 2 * aside, high, query + 2 * aside, low, "#777777")
     panel.text(query + 3 * aside, middle, "query", color="#555555", size=7, va="center", style="italic")
-    panel.text(correction - aside, middle, "correct", color="#555555", size=7, va="center", ha="right", style="italic")
+    is_near = correction - query < _LABELS * panel.get_xlim()[1]
+    place, side = (correction + 2 * aside, "left") if is_near else (correction - aside, "right")
+    panel.text(place, middle, "correct", color="#555555", size=7, va="center", ha=side, style="italic")
 
 
 def _block(panel: Any, begin: float, end: float, bottom: float, colour: str) -> None:
