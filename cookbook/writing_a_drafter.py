@@ -259,7 +259,9 @@ for chance in (0.05, 0.6, 0.99):
 # %% [markdown]
 # ## Beside the others
 #
-# With a draft model, drafters grow one tree together. A candidate of several counts for the one that had it first.
+# With a draft model, drafters grow one tree together. A candidate of several counts for the one that had it first, so
+# that `pairs` may not be named at all: what it knows, n-grams and the model may know as well. A drafter is worth its
+# place where it knows something that no other does.
 
 # %%
 together = ask(draft_model=draft, drafters=("ngram", "pairs"))
