@@ -55,10 +55,11 @@ card("doctor")
 #   `Limits(max_num_seqs=...)`, make room.
 # - **Steps**. Verifying several rows should take little longer than one; and a target pass should take as long as several
 #   draft steps. Below two there is little to gain: take a smaller draft.
-# - **Guessed**. The share of tokens that the draft had right. It decides more than anything else, and it depends on what
-#   is asked: code and edits are guessed well, essays are not.
-# - **Schedule**. What `auto` will take, and what it predicts. Where other programs use the cores the first section says
-#   so; do not believe times then.
+# - **Guessed**. How often the target's token was among the draft's candidates, where it had any. It has several for a
+#   place, so that this is more than `acceptance` below, which counts every candidate that was checked. It decides more
+#   than anything else, and it depends on what is asked: code and edits are guessed well, essays are not.
+# - **Schedule**. What `auto` will take. The prediction is made of step times and guesses alone and is often too high; the
+#   measured line counts. Where other programs use the cores the first section says so; do not believe times then.
 #
 # `card("doctor", "--no-measure")` loads no weights: it answers at once whether a pair fits. With `--draft-model` it
 # compares vocabularies, too.

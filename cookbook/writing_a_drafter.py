@@ -19,7 +19,8 @@
 # A drafter guesses what comes next. The target checks guesses and keeps those that it would have written: whatever a
 # drafter does, the answer is the target's own. It need not be careful, only quick and often right.
 #
-# `docs/plugins.md` says what each method may rely on. You need `pip install pytest` for the suite.
+# `docs/plugins.md` says what each method may rely on. You need `pip install langchain-card[testing]`, which brings
+# pytest, for the suite.
 
 # %% [markdown]
 # ## The idea
