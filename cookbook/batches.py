@@ -120,7 +120,7 @@ async for number, answer in async_tqdm(chain.abatch_as_completed(ROWS, return_ex
 #
 # The same twelve rows, all at once and one by one. Each way is a *tenant* of its own, so that neither drafts from what
 # the other wrote. Requests in a pass are `mean_batch_size`: answers end at different times, so that it is less than the
-# number of rows.
+# number of rows. The time has the reading of the prompts in it.
 
 # %%
 import statistics
