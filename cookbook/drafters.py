@@ -82,8 +82,8 @@ for where, options in {"both": {}, "beside": {"drafters": ("ngram",)}, "none": {
 # ## One of your own
 #
 # Say that all your programs begin with the same lines. A drafter that knows them by heart proposes the rest as soon as
-# the answer has begun one of them. It needs no model, only this; `docs/plugins.md` says what each method may rely on,
-# and ships a test suite.
+# the answer has begun one of them. It needs no model, only this; `writing_a_drafter` goes through it step by step, and
+# `docs/plugins.md` says what each method may rely on.
 
 # %%
 from langchain_card.core.messages import Proposal

@@ -22,8 +22,9 @@ class ConsoleProgress:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         console = Console(stderr=True)
+        is_drawn = console.is_terminal and sys.stderr.isatty()  # FORCE_COLOR, as in notebooks, makes no terminal
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._bars = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._bars = Progress(*columns, console=console, transient=True) if is_drawn else None
         self._stage, self._task, self._printed = "", None, float("-inf")
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ from langchain_card.cli.render import Screen, clean, progress, status
 from langchain_card.core.request import FinishReason, RequestStats
 from langchain_card.detokenizer import Piece
 from langchain_card.engine.generation import Completion
+from langchain_card.progress import ConsoleProgress
 
 SMALL = ("--model", "smollm2-135m", "--draft-model", "ngram")
 QUESTION = "Name three large rivers."
@@ -186,6 +187,20 @@ class Script:
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.pieces)
+
+
+def test_colours_asked_for_make_no_terminal_of_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notebook's kernel sets FORCE_COLOR for what it starts."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    screen, words = Screen(), " ".join(["word"] * 60)
+    with screen.waiting("waiting"), ConsoleProgress() as bars:
+        screen.say(words)
+        bars.update("stage", 1, 2)
+    said = capsys.readouterr()
+    assert not screen.is_terminal and words in said.out, "neither drawn nor wrapped"
+    assert "waiting" in said.err and "stage: " in said.err and "\x1b[?25l" not in said.out + said.err
 
 
 def drawn(pieces: list[Piece], **options: Any) -> str:

@@ -18,6 +18,7 @@ from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import Source
 from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.core.sources import SourceState, makes_sense
 from langchain_card.core.walk import ExactRule
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.testing import FixedPolicy
@@ -205,6 +206,25 @@ def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]
     follow = {5: 11, 11: 14} | {token: token + 5 for token in range(14, 400, 5)}  # the target goes along the path
     ids = tuple(follow.get(token, 3) for token in window.token_ids)
     return core, [grow(number) for number in range(12, 20)], m.Verdict(0, window.step_id, ids, 0.1)
+
+
+def test_two_corrections_without_a_step_between_leave_a_proposal_that_makes_sense() -> None:
+    """A child that was held back becomes a node with the first, and the root with the second: nobody was told of it."""
+    draft, core_tree, source = DraftTree((1,), (), 8), CandidateTree(1), SourceState()
+    draft.expand(draft.root, (3, 2), (-5.0, -6.0))
+    draft.expand(known(draft, draft.root, 3), (4, 5), (-0.1, -6.0))
+    assert source.admit(first := draft.publish("toy", 0), core_tree, 10) and 5 not in first.token_ids
+    draft.apply(0, (3,))
+    draft.apply(1, (5,))
+    draft.expand(draft.root, (6, 7), (-0.2, -2.0))
+    proposal = draft.publish("toy", 0)
+    assert makes_sense(proposal) and proposal.token_ids == (6, 7) and set(proposal.parents) == {proposal.root}
+
+
+def known(draft: DraftTree, parent: int, token: int) -> int:
+    node = draft.known(parent, token)
+    assert node is not None
+    return node
 
 
 def test_a_round_of_64_nodes_draft_tree_included(say: Callable[[str], None]) -> None:

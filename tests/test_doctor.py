@@ -15,7 +15,9 @@ import vocabularies
 from langchain_card.bench import doctor, machine
 from langchain_card.bench.devices import Device
 from langchain_card.cli import main
-from langchain_card.config import Schedule
+from langchain_card.config import EngineConfig, Schedule
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
 from langchain_card.runtime import budget, product_kernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,6 +85,17 @@ def test_the_command_finds_what_the_engine_does(pair: list[str], capsys: pytest.
     assert "schedule='auto' will take '" in said and "times plain decoding" in said
 
 
+def test_no_answer_is_drafted_from_one_to_the_same_prompt(pair: list[str]) -> None:
+    """The warm-up asks what is measured first; where nothing else is copied n-grams have nothing to say."""
+    with Engine(EngineConfig(pair[1], "ngram", dtype="float64")) as engine:
+        asked = list[SamplingParams]()
+        submit = engine.submit
+        engine.submit = lambda ids, params: asked.append(params) or submit(ids, params)  # type: ignore[method-assign, assignment, func-returns-value]
+        doctor.try_out(engine, ["What is this?", "And that?"], 8)
+    warm, measured = asked[:2], asked[2:]
+    assert len(measured) == 4 and not {one.tenant for one in warm} & {one.tenant for one in measured}
+
+
 def test_nothing_is_loaded_where_nothing_is_to_be_measured(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +108,7 @@ def test_without_a_draft_model(pair: list[str], capsys: pytest.CaptureFixture[st
     assert main(["doctor", *pair[:2], "--draft-model", "ngram", "--dtype", "float64"]) == 0
     said = capsys.readouterr().out
     assert "The draft" not in said.split("Schedule")[0] and "small model of the same family" in said
+    assert "The draft had guessed" not in said and "predicted" not in said, "nobody measured that"
 
 
 def test_without_any_draft(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:

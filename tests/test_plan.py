@@ -87,11 +87,13 @@ def test_the_verdict_is_what_was_measured() -> None:
     assert verdict({"a": fast, "b": faster}) == "The fastest: b."
     assert "too close to tell from a " in verdict({"a": replace(fast, high=1.75), "b": faster})
     assert "from plain decoding" in verdict({"a": Measured(1.1, 0.9, 1.3)})
+    unsure = verdict({"a": Measured(0.95, 0.8, 1.1), "b": slow})
+    assert unsure == "The fastest: plain decoding; but too close to tell from a with so few prompts."
 
 
 def test_intervals_hold_the_mean() -> None:
     seen = Measured.of([0.9, 1.0, 1.1, 1.2, 1.8])
-    assert seen.low < seen.mean == pytest.approx(1.2) and 1.2 < seen.high < 1.8
+    assert seen.low < seen.value == pytest.approx(1.2) and 1.2 < seen.high < 1.8
     assert Measured.of([1.5, 1.5]) == Measured(1.5, 1.5, 1.5)
 
 
@@ -182,7 +184,7 @@ def test_the_command_measures_plans_and_measures_again(tmp_path: Path, capsys: p
         (target,), (draft, target), ("ngram", target), ("ngram", draft, target)
     }  # fmt: skip
     measured = [row["measured"] for row in found["stacks"] if row["measured"] is not None]
-    assert len(measured) == 2 and all(each["low"] <= each["mean"] <= each["high"] for each in measured)
+    assert len(measured) == 2 and all(each["low"] <= each["value"] <= each["high"] for each in measured)
     assert any(verdict in said for verdict in ("The fastest: ", "Do not speculate: "))
     copied = said[said.index("as run") :].splitlines()[1]
     assert isinstance(eval(f"EngineConfig({copied})", {"EngineConfig": EngineConfig, "Pins": Pins}), EngineConfig)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from langchain_card.bench.perfetto import to_perfetto
 from langchain_card.bench.timeline import Timeline, Tracer, corrections
-from langchain_card.bench.timeline_plot import plot_timeline
+from langchain_card.bench.timeline_plot import draw_timeline, plot_timeline
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Limits, Pins, Schedule
 from langchain_card.core import messages as m
@@ -104,6 +106,16 @@ def test_a_picture_is_drawn_of_any_rounds(
     path = tmp_path / "trace.png"
     plot_timeline(timeline, lambda ids: "é\n漢 $x$\x00" * len(ids), {"target": "a", "model": "b"}, path, first, count)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_notebook_keeps_its_own_backend_and_gets_the_figure(traced: tuple[Engine, Tracer]) -> None:
+    timeline, _ = trace(traced, "parallel", 40)
+    figure = draw_timeline(timeline, traced[0].tokenizer.decode, {"target": "a", "model": "b"})
+    assert figure.axes[0].texts, "what an inline backend shows"
+    modules = ("timeline_plot", "plot", "race_table", "canvas")
+    script = "; ".join(f"import langchain_card.bench.{name}" for name in modules)
+    script += "; import sys; sys.exit('matplotlib.pyplot' in sys.modules)"
+    assert not subprocess.run([sys.executable, "-c", script], check=False).returncode
 
 
 def test_requests_that_run_together_have_timelines_of_their_own(traced: tuple[Engine, Tracer]) -> None:

@@ -126,7 +126,7 @@ class Trial:
     Attributes:
         measured: tokens per second, by schedule.
         expected: seconds a token by measured step times and hits, by schedule; `plain` among them.
-        hits: share of tokens that a drafter had guessed where it had looked; None where none has.
+        hits: share of tokens that a draft model had guessed where it had looked; None without one.
         chosen: the schedule that `auto` takes for one request from here on.
         shared: whether draft and target have one device.
     """
@@ -152,7 +152,8 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     stats: dict[Schedule, list[RequestStats]] = {schedule: [] for schedule in tried}
     for number, text in enumerate([texts[0], *texts]):  # the first is not counted: kernels compile
         for schedule in tried:
-            params = SamplingParams(max_tokens=max_tokens, schedule=schedule, tenant=schedule)
+            tenant = schedule if number else f"{schedule}, warm-up"  # nothing is drafted from the same answer
+            params = SamplingParams(max_tokens=max_tokens, schedule=schedule, tenant=tenant)
             done = engine.submit(asked_as_user(engine, text), params).result()
             if number:
                 stats[schedule].append(done.stats)
@@ -167,8 +168,8 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     elif not policy.shared_device:
         known.pop("sequential", None)
     chosen: Schedule = min(known, key=known.__getitem__, default="sequential")
-    looked = sum(one.verified for each in stats.values() for one in each)
-    return Trial(measured, expected, policy.usual_hits.value if looked else None, chosen, policy.shared_device)
+    hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone leave it at what is usual
+    return Trial(measured, expected, hits, chosen, policy.shared_device)
 
 
 def _speed(stats: Sequence[RequestStats]) -> float:
@@ -184,13 +185,14 @@ def about_schedule(trial: Trial) -> Iterator[str]:
         + "."
     )
     if trial.hits is not None:
-        yield f"Drafters had guessed {trial.hits:.0%} of the tokens where they had looked."
+        yield f"The draft had guessed {trial.hits:.0%} of the tokens where it had looked."
     if not any(seconds for schedule, seconds in trial.expected.items() if schedule != "plain"):
         return  # no steps cost time: there is nothing to choose
     expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
     where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
     yield f"{where}. By step times and hits a token costs: {expected}."
-    yield f"schedule='auto' will take {trial.chosen!r}; predicted {trial.predicted:.2f} times plain decoding."
+    predicted = f"; predicted {trial.predicted:.2f} times plain decoding" if trial.expected.get(trial.chosen) else ""
+    yield f"schedule='auto' will take {trial.chosen!r}{predicted}."
 
 
 def advice(trial: Trial, device: Device | None, pair: Pair) -> Iterator[str]:

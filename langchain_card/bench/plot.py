@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from langchain_card.bench.canvas import plt
+from langchain_card.bench import canvas
 from langchain_card.bench.changes import Change
 from langchain_card.bench.contest import Row
 
@@ -34,7 +34,7 @@ def plot(rows: Sequence[Row], seen: Sequence[Change], path: Path) -> None:
         path: where the picture goes; its ending says what kind of file.
     """
     kinds = list(dict.fromkeys(row.trace for row in rows if row.method == "card-fixed"))
-    figure, panels = plt.subplots(2, max(len(kinds), len(seen)), figsize=(15, 9.5), squeeze=False)
+    figure, panels = canvas.panels(15, 9.5, 2, max(len(kinds), len(seen)))
     for panel, kind in zip(panels[0], kinds, strict=False):
         _draw_kind(panel, [row for row in rows if row.trace == kind])
     panels[0][0].set_ylabel("times plain decoding")
@@ -45,7 +45,6 @@ def plot(rows: Sequence[Row], seen: Sequence[Change], path: Path) -> None:
     panels[1][0].set_ylabel("milliseconds a token")
     figure.tight_layout(rect=(0, 0, 1, 0.92))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _draw_kind(panel: Any, rows: Sequence[Row]) -> None:

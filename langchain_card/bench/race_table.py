@@ -98,10 +98,10 @@ def _remark(found: Race, name: str, own: Sequence[Difference]) -> list[str]:
 
 def plot(found: Race, path: Path, title: str) -> None:
     """Speedups: a bar a method with its bounds, a mark a prompt."""
-    from langchain_card.bench.canvas import plt
+    from langchain_card.bench.canvas import panels
 
     names = [name for name in found.weights if name != PLAIN and found.speedup(name) is not None]
-    figure, panel = plt.subplots(figsize=(8, 1.2 + 0.5 * len(names)))
+    figure, [[panel]] = panels(8, 1.2 + 0.5 * len(names))
     for place, name in enumerate(reversed(names)):
         _bar(panel, place, found.speedup(name), found.speedups(name), ours=not name.startswith(("hf-", "flashspec")))
     panel.set_yticks(range(len(names)), list(reversed(names)))
@@ -113,7 +113,6 @@ def plot(found: Race, path: Path, title: str) -> None:
         panel.spines[side].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=160)
-    plt.close(figure)
 
 
 def _bar(panel: Any, place: int, times: Any, each: Sequence[float], *, ours: bool) -> None:

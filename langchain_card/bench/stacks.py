@@ -15,6 +15,8 @@ from langchain_card.config import EngineConfig, Pins
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 
+_PLAIN = "plain decoding"
+
 
 def configured(fields: Mapping[str, Any], case: Case, plan: Plan) -> EngineConfig:
     """The engine of a planned stack.
@@ -66,12 +68,11 @@ def verdict(measured: Mapping[str, Measured]) -> str:
     Args:
         measured: by what was run; plain decoding is 1.
     """
-    best = max(measured, key=lambda name: measured[name].value)
-    if measured[best].high < 1.0:
+    every = {**measured, _PLAIN: Measured(1.0, 1.0, 1.0)}
+    best = max(every, key=lambda name: every[name].value)
+    level = [name for name, each in every.items() if name != best and each.high >= every[best].low]
+    if best == _PLAIN and not level:
         return "Do not speculate: plain decoding is the fastest here."
-    level = [name for name, each in measured.items() if name != best and each.high > measured[best].low]
-    if measured[best].low <= 1.0:
-        level.append("plain decoding")
     if level:
         return f"The fastest: {best}; but too close to tell from {' and '.join(level)} with so few prompts."
     return f"The fastest: {best}."

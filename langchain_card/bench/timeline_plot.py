@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import Patch, Rectangle
 
-from langchain_card.bench.canvas import plt
+from langchain_card.bench.canvas import Figure, panels
 from langchain_card.bench.timeline import Round, Timeline, corrections
 from langchain_card.core.messages import TARGET
 
@@ -28,6 +28,7 @@ _WIDTH, _HEIGHT, _DPI = 9.0, 3.7, 200  # inches
 _LANE, _PITCH = 0.8, 1.55
 _SIZE, _ASPECT = 7.0, 0.602  # of the answer's letters: points, and width by height
 _ROW, _ROWS = 0.3, 6
+_LABELS = 0.15  # of the picture's width, which "query" and "correct" take beside each other
 _SHOWN = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
 
 
@@ -39,19 +40,29 @@ def plot_timeline(
     first: int = 1,
     count: int = 8,
 ) -> None:
-    """Draws some rounds of an answer.
+    """Writes the picture that `draw_timeline` draws into a file; the ending of `path` says of what kind."""
+    draw_timeline(timeline, decode, names, first, count).savefig(path, dpi=_DPI)
+
+
+def draw_timeline(
+    timeline: Timeline,
+    decode: Callable[[Sequence[int]], str],
+    names: Mapping[str, str],
+    first: int = 1,
+    count: int = 8,
+) -> Figure:
+    """Draws some rounds of an answer; a notebook shows the figure.
 
     Args:
         timeline: of the answer.
         decode: token ids -> text.
         names: by lane, the model's.
-        path: where the picture goes; its ending says what kind of file.
         first: of the rounds that are drawn; the first of all reads the prompt.
         count: rounds.
     """
     rounds = timeline.rounds[first : first + count]
     begin, end = rounds[0].begin, rounds[-1].end
-    figure, panel = plt.subplots(figsize=(_WIDTH, _HEIGHT))
+    figure, [[panel]] = panels(_WIDTH, _HEIGHT)
     panel.set_xlim(0, 1e3 * (end - begin))
     lanes = {name: _PITCH * place for place, name in enumerate((TARGET, *timeline.sources))}
 
@@ -74,8 +85,7 @@ def plot_timeline(
     for done in rounds:
         _write(panel, done, ms(done.begin), ms(done.end), decode)
     _label(figure, panel, timeline, lanes, names)
-    figure.savefig(path, dpi=_DPI)
-    plt.close(figure)
+    return figure
 
 
 def _colour(done: Round) -> str:
@@ -92,7 +102,9 @@ def _explain(panel: Any, query: float, correction: float, low: float, high: floa
     aside, middle = 0.006 * panel.get_xlim()[1], (low + high) / 2
     _arrow(panel, query + 2 * aside, high, query + 2 * aside, low, "#777777")
     panel.text(query + 3 * aside, middle, "query", color="#555555", size=7, va="center", style="italic")
-    panel.text(correction - aside, middle, "correct", color="#555555", size=7, va="center", ha="right", style="italic")
+    is_near = correction - query < _LABELS * panel.get_xlim()[1]
+    place, side = (correction + 2 * aside, "left") if is_near else (correction - aside, "right")
+    panel.text(place, middle, "correct", color="#555555", size=7, va="center", ha=side, style="italic")
 
 
 def _block(panel: Any, begin: float, end: float, bottom: float, colour: str) -> None:

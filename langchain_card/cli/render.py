@@ -82,7 +82,7 @@ class Screen:
     Attributes:
         console: standard output.
         errors: standard error.
-        is_terminal: whether to draw; a pipe gets plain lines without control codes.
+        is_terminal: whether to draw; a pipe gets plain lines, coloured where FORCE_COLOR asks for it, as in notebooks.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Screen:
                 stream.reconfigure(errors="replace")
         self.console = Console(highlight=False)
         self.errors = Console(highlight=False, stderr=True)
-        self.is_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.is_terminal = sys.stdout.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
 
     def say(self, text: str, style: str = "") -> None:
         """A paragraph on standard output; wrapped on a terminal only."""
@@ -137,7 +137,7 @@ class Screen:
         print(flush=True)
 
     def _print(self, console: Console, text: str, style: str) -> None:
-        console.print(Text(clean(text), style), soft_wrap=not console.is_terminal)
+        console.print(Text(clean(text), style), soft_wrap=not console.is_terminal or not self.is_terminal)
 
 
 def _is_foreground() -> bool:

@@ -251,6 +251,7 @@ class DraftTree:
     def _re_root(self, path: Sequence[int]) -> None:
         """Moves the root down `path`; what hangs beside it is dead."""
         self.root = path[-1]
+        self.published = max(self.published, self.root + 1)  # it may be new since the last step: it is committed now
         living = [self.root]
         for node in living:
             if node in self.children:
