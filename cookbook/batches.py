@@ -193,14 +193,14 @@ path = folder / "subjects.jsonl"
 
 def write_subjects(most=None):
     known = {json.loads(line)["id"] for line in path.read_text().splitlines()} if path.exists() else set()
-    todo = [row for row in ROWS if row["id"] not in known]
-    print(len(known), "rows are there,", len(todo), "to do")
+    rest = [row for row in ROWS if row["id"] not in known]
+    print(len(known), "rows are there,", len(rest), "to do")
     with path.open("a") as file:
-        results = model.batch_as_completed(prompt.batch(todo), return_exceptions=True)
+        results = model.batch_as_completed(prompt.batch(rest), return_exceptions=True)
         for count, (number, answer) in enumerate(results, 1):
             failed = isinstance(answer, Exception)
             text = {"error": str(answer)} if failed else {"subject": " ".join(answer.text.split())}
-            file.write(json.dumps({"id": todo[number]["id"], **text}) + "\n")
+            file.write(json.dumps({"id": rest[number]["id"], **text}) + "\n")
             file.flush()
             if count == most:
                 return
