@@ -58,7 +58,7 @@ card("doctor")
 # - **Guessed**. How often the target's token was among the draft's candidates, where it had any. It has several for a
 #   place, so that this is more than `acceptance` below, which counts every candidate that was checked. It decides more
 #   than anything else, and it depends on what is asked: code and edits are guessed well, essays are not.
-# - **Schedule**. What `auto` will take. The prediction is made of step times and guesses alone and is often too high; the
+# - **Schedule**. What `auto` will take. The prediction is made of step times and guesses alone, and may be too high; the
 #   measured line counts. Where other programs use the cores the first section says so; do not believe times then.
 #
 # `card("doctor", "--no-measure")` loads no weights: it answers at once whether a pair fits. With `--draft-model` it
@@ -91,8 +91,8 @@ card("bench", *asked, "--json", "bench.json")
 # %% [markdown]
 # How to read it:
 #
-# - **times plain** is the median over prompts, with bounds: 95 of 100 such sets of prompts lie between them. Where the
-#   lower one is below 1 nothing is decided yet: take more prompts.
+# - **times plain** is the median over prompts; from six prompts on with bounds: 95 of 100 such sets of prompts lie between
+#   them. Where the lower one is below 1 nothing is decided yet: take more prompts.
 # - **accepted length** is tokens per pass of the target. It is what a draft earns.
 # - **acceptance** is the share of candidates that were right. A low one with a high accepted length is fine where rows
 #   are cheap.
