@@ -49,9 +49,12 @@ def trace(traced: tuple[Engine, Tracer], schedule: Schedule, tokens: int = 96) -
     return tracer.timelines[generation.request.request_id], done
 
 
+@pytest.mark.parametrize("tokens", [12, 96])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_timeline_is_what_was_emitted_and_counted(traced: tuple[Engine, Tracer], schedule: Schedule) -> None:
-    timeline, done = trace(traced, schedule)
+def test_a_timeline_is_what_was_emitted_and_counted(
+    traced: tuple[Engine, Tracer], schedule: Schedule, tokens: int
+) -> None:
+    timeline, done = trace(traced, schedule, tokens)
     stats = done.stats
     assert tuple(token for one in timeline.rounds for token in one.token_ids) == done.token_ids
     assert [source for one in timeline.rounds for source in one.sources] == [piece.source for piece in done.pieces]

@@ -106,7 +106,7 @@ class Tracer:
         match event:
             case m.Submitted(request, now):
                 self.timelines[request.request_id] = Timeline(request.request_id, submitted=now)
-            case m.Proposed(proposal, now) if proposal.forwarded and proposal.request_id in self.timelines:
+            case m.Proposed(proposal, now) if proposal.forwarded:
                 self._draft(proposal, now)
             case m.Verified(verdict, now):
                 self._round(verdict, now, effects)
@@ -119,8 +119,11 @@ class Tracer:
                     timeline.reason, timeline.stats, timeline.ended = reason, stats, stats.ended
 
     def _draft(self, p: m.Proposal, now: float) -> None:
+        timeline = self.timelines.get(p.request_id)
+        if timeline is None or timeline.reason is not None:
+            return  # a step that ends after the answer is not its own
         step = Draft(p.source, now - p.elapsed, now, p.forwarded, len(p.token_ids), p.applied_len)
-        self.timelines[p.request_id].drafts.append(step)
+        timeline.drafts.append(step)
 
     def _round(self, verdict: m.Verdict, now: float, effects: Sequence[m.Effect]) -> None:
         window = self._windows.pop(verdict.request_id, None)

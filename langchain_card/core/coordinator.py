@@ -96,8 +96,8 @@ class Coordinator:
                 return self._query(now)
             case m.Verified(verdict, now):
                 return self._commit(verdict, now)
-            case m.Proposed(proposal):
-                return self._hear(proposal)
+            case m.Proposed(proposal, now):
+                return self._hear(proposal, now)
             case m.Submitted(request, now, output_ids):
                 return self._submit(request, output_ids, now)
             case m.Stopped(request_id, reason, now, num_tokens):
@@ -196,13 +196,13 @@ class Coordinator:
             self.policy.saw_token(hit=hit, first=hit and tree.root == first)
         return state.tree.sources[state.tree.root] if hit else ""
 
-    def _hear(self, proposal: m.Proposal) -> list[m.Effect]:
+    def _hear(self, proposal: m.Proposal, now: float) -> list[m.Effect]:
         state = self.scheduler.running.get(proposal.request_id) if well_typed(proposal) else None
         source = state.sources.get(proposal.source) if state is not None else None
         if state is None or source is None:
             self.stale += 1
         else:
-            self.stale += not self.intake.hear(state, source, proposal, self.scheduler.load(state))
+            self.stale += not self.intake.hear(state, source, proposal, self.scheduler.load(state), now)
         return []
 
     # Requests come and go.

@@ -38,8 +38,8 @@ class Intake:
         self.passes = passes
         self.vocab_size = vocab_size
 
-    def hear(self, state: RequestState, source: SourceState, proposal: Proposal, load: Load) -> bool:
-        """A drafter has spoken; whether that was neither stale nor senseless."""
+    def hear(self, state: RequestState, source: SourceState, proposal: Proposal, load: Load, now: float) -> bool:
+        """A drafter has spoken, at `now`; whether that was neither stale nor senseless."""
         if any(other.source == proposal.source and other.epoch != proposal.epoch for other in state.heard):
             self.take_in(state)  # while its numbers still hold
         admitted = source.admit(proposal, state.tree, self.vocab_size)
@@ -52,7 +52,8 @@ class Intake:
         if proposal.reading:
             self.passes.interrupt()
         if admitted and proposal.forwarded and self.sources[proposal.source].paced:
-            state.stats.add_draft_step(proposal.forwarded, proposal.elapsed if state.output_ids else 0.0)
+            since = max(0.0, now - state.stats.first_token) if state.output_ids else 0.0
+            state.stats.add_draft_step(proposal.forwarded, min(proposal.elapsed, since))
             self.policy.saw_draft_step(load, proposal.forwarded, proposal.together, proposal.elapsed, proposal.layers)
         if admitted:
             state.heard.append(proposal)
