@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The versions that were tested; some of them need Python 3.11.
-PINS = $(shell $(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
+# The versions that were tested; some of them need Python 3.11. For the shell: make would ask before there is a python.
+PINS = $$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow explore check format build bench contest notebooks docs clean
