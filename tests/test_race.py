@@ -49,9 +49,6 @@ class Scripted:
             raise EngineError(self.name, seconds, "failed on purpose")
         return Run((self._answer,) * len(prompts), 0.1, seconds, 10, 1 << 30)
 
-    def close(self) -> None:
-        pass
-
 
 def run(*methods: Scripted, batch: int = 1, repeats: int = 1) -> Race:
     found = Race({method.name: method.weights for method in methods})

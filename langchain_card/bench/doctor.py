@@ -160,14 +160,7 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     measured = {schedule: _speed(each) for schedule, each in stats.items()}
     expected = {schedule: policy.seconds_a_token(schedule) for schedule in tried[1:]}
     expected["plain"] = policy.costs_of(Load("plain")).target.at(1)
-    known: dict[Schedule, float] = {
-        schedule: seconds for schedule, seconds in expected.items() if seconds and schedule != "plain"
-    }
-    if policy.shared_device and not policy.overlaps:
-        known.pop("parallel", None)
-    elif not policy.shared_device:
-        known.pop("sequential", None)
-    chosen: Schedule = min(known, key=known.__getitem__, default="sequential")
+    chosen = policy.auto(1, None)
     hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone leave it at what is usual
     return Trial(measured, expected, hits, chosen, policy.shared_device)
 

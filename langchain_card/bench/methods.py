@@ -76,9 +76,6 @@ class Ours:
             _figures(stats, ended - first),
         )
 
-    def close(self) -> None:
-        """The engine is closed by who opened it."""
-
 
 def _figures(stats: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
     rounds, verified = sum(one.rounds for one in stats), sum(one.verified for one in stats)

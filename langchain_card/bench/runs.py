@@ -55,9 +55,6 @@ class Method(Protocol):
     def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
         """Answers prompts at once. What was learnt from texts under another `repeat` is not used."""
 
-    def close(self) -> None:
-        """Frees everything."""
-
 
 class PeakMemory:
     """The most memory that this process has held since `reset`; what processes of its own hold is not counted.
