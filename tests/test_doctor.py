@@ -56,6 +56,19 @@ def test_advice_fits_what_was_measured() -> None:
     assert all("langchain-card bench" in advice(trial(10.0, best)) for best in (5.0, 20.0))
 
 
+def test_a_prediction_that_was_not_borne_out_is_told() -> None:
+    measured: dict[Schedule, float] = {"plain": 10.0, "sequential": 20.0, "parallel": 15.0}
+    expected: dict[Schedule, float] = {"plain": 0.1, "sequential": 0.06, "parallel": 0.05}
+
+    def said(**others: float) -> str:
+        seen = measured | others  # type: ignore[operator]
+        return " ".join(doctor.about_schedule(doctor.Trial(seen, expected, 0.9, "parallel", shared=True)))
+
+    assert "predicted 2.00 times plain decoding, measured 1.50" in said() and "Here 'sequential' was faster" in said()
+    assert "far apart" in said(sequential=16.0) and "was faster" not in said(sequential=16.0)
+    assert "far apart" not in said(sequential=16.0, parallel=18.0)
+
+
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
     assert "not to be trusted" in " ".join(doctor.about_machine())

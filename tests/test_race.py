@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import signal
 import statistics
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
 
@@ -52,7 +56,7 @@ class Scripted:
 
 def run(*methods: Scripted, batch: int = 1, repeats: int = 1) -> Race:
     found = Race({method.name: method.weights for method in methods})
-    race(found, methods, PROMPTS, batch, repeats, lambda *_: None)
+    race(found, methods, PROMPTS, batch, repeats, str, lambda *_: None)
     return found
 
 
@@ -121,8 +125,8 @@ def real(pair: EngineConfig) -> Iterator[tuple[Engine, Race]]:
     with ExitStack() as held:
         engine, methods, failed = open_methods(names, pair, Asked(24), held, Engine, lambda _: None)
         found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS[:2], 1, 1, lambda *_: None)
-        explain(found, engine, PROMPTS[:2], 1, gaps=True)
+        race(found, methods, PROMPTS[:2], 1, 1, engine.tokenizer.decode, lambda *_: None)
+        explain(found, engine, PROMPTS[:2], 1, lambda _: None)
         assert not failed
         yield engine, found
 
@@ -148,11 +152,12 @@ def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: t
     (row,) = [row for row in found.of("plain") if row.group == 0]
     answer = row.run.token_ids[0]
     other = ((answer[0] + 1) % 200, *answer[1:])
-    made_up = Race({"plain": "", "loose": "", "short": ""}, [row])
-    made_up.rows += [
-        type(row)(name, 0, 0, Run((ids,), 0.1, 1.0, 23)) for name, ids in (("loose", other), ("short", answer[:7]))
-    ]
-    explain(made_up, engine, PROMPTS, 1, gaps=True)
+    made_up = Race({"plain": "", "loose": "", "short": ""})
+    answers = (("plain", answer), ("loose", other), ("short", answer[:7]))
+    scripted = [Scripted(name, [1.0], ids) for name, ids in answers]
+    race(made_up, scripted, PROMPTS[:1], 1, 1, engine.tokenizer.decode, lambda *_: None)
+    assert [each.gap for each in made_up.differences] == [None, None], "nobody was asked yet"
+    explain(made_up, engine, PROMPTS, 1, lambda _: None)
     loose, short = made_up.differences
     assert (loose.position, loose.own, loose.plain) == (0, *map(engine.tokenizer.decode, ([other[0]], [answer[0]])))
     assert (short.position, short.own) == (7, "") and made_up.identical("loose") == (0, 1)
@@ -172,7 +177,7 @@ def test_several_prompts_at_once(pair: EngineConfig) -> None:
             ["plain", "card", "hf-generate"], pair, Asked(16, 0.0, 3), held, Engine, lambda _: None
         )
         found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS, 3, 1, lambda *_: None)
+        race(found, methods, PROMPTS, 3, 1, str, lambda *_: None)
     assert found.identical("card") == found.identical("hf-generate") == (3, 3)
     assert {row.run.tokens for row in found.rows} == {45} and len(found.rows) == 3
 
@@ -181,7 +186,7 @@ def test_a_temperature_gives_the_same_draws_under_every_schedule(pair: EngineCon
     with ExitStack() as held:
         _, methods, _ = open_methods(["plain", "card", "ngram"], pair, Asked(24, 0.8), held, Engine, lambda _: None)
         found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS, 1, 1, lambda *_: None)
+        race(found, methods, PROMPTS, 1, 1, str, lambda *_: None)
     assert found.identical("card") == found.identical("ngram") == (3, 3)
 
 
@@ -208,7 +213,7 @@ def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: 
     with ExitStack() as held:
         _, methods, _ = open_methods(["plain", "hf-generate"], own, Asked(24), held, Engine, lambda _: None)
         found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS[:1], 1, 1, lambda *_: None)
+        race(found, methods, PROMPTS[:1], 1, 1, str, lambda *_: None)
     assert found.identical("hf-generate") == (1, 1)
 
 
@@ -221,8 +226,37 @@ def test_a_peer_without_room_is_left_out(pair: EngineConfig, monkeypatch: pytest
 
 def test_a_peer_that_hangs_is_ended(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SECONDS", 0.5)  # less than Python takes to start
-    with pytest.raises(EngineError, match="its process ended"):
+    with pytest.raises(EngineError, match="ended after 0 s"):
         Peer("hf-generate", pair, 16, 0.0)
+
+
+def test_leaving_while_a_peer_works_leaves_nothing_behind(pair: EngineConfig) -> None:
+    """A timer that was left would hold up the end of the program."""
+    before, main_thread = set(threading.enumerate()), threading.main_thread().ident
+    assert main_thread is not None
+    interrupt = threading.Timer(0.5, signal.pthread_kill, (main_thread, signal.SIGINT))  # while it loads
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        Peer("hf-generate", pair, 16, 0.0)
+    for timer in (one for one in set(threading.enumerate()) - before if isinstance(one, threading.Timer)):
+        timer.join(10)
+        assert not timer.is_alive()
+    assert not [child for child in psutil.Process().children() if "peer_process" in " ".join(child.cmdline())]
+
+
+def test_llama_cpp_reads_the_file_that_a_model_came_from(pair: EngineConfig) -> None:
+    small = EngineConfig("smollm2-135m", None)
+    assert peers._weights("llama-cpp", small)[0] == "Q4_1 of the file"
+    with pytest.raises(InvalidInputError, match="reads GGUF files"):
+        Peer("llama-cpp", pair, 16, 0.0)
+    pytest.importorskip("llama_cpp")
+    peer = Peer("llama-cpp", small, 16, 0.0)
+    with contextlib.closing(peer), Engine(small) as engine:
+        prompt = engine.tokenizer.encode("def fibonacci(n):")
+        first, again = (peer.run([prompt], number) for number in range(2))
+        plain = bench_methods.Ours("plain", "", engine, Asked(16)).run([prompt], 0)
+    assert first.token_ids == again.token_ids and 0 < first.tokens < 16 and first.first > 0 < first.seconds
+    assert first.token_ids[0][:3] == plain.token_ids[0][:3]
 
 
 def test_a_peer_that_fails_says_why(pair: EngineConfig) -> None:
@@ -246,6 +280,8 @@ def test_the_command_compares_and_writes(
     assert "| plain " in said.out and "| card (" in said.out and "3 of 3" in said.out and "3 of 3, tokens/s" in said.err
     written = json.loads((tmp_path / "rows.json").read_text())
     assert len(written["rows"]) == 6 and written["machine"]["cores"] >= 1 and "bench" in written["command"]
+    assert written["engine"]["model"] == pair.model and written["prompts"] == "own"
+    assert written["asked"] == {"max_tokens": 12, "temperature": 0.0, "batch": 1}
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -283,6 +319,10 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
         (["--temperature", "-1"], "temperature"),
         (["--json", "nowhere/rows.json"], "mkdir -p nowhere"),
         (["--plot", "rows.txt"], "must end in .png"),
+        (["--ratios", "2"], "add --simulate"),
+        (["--methods", "llama-cpp"], "pip install llama-cpp-python"),
+        (["--record", "traces.json", "--draft-model", "none"], "must be a model"),
+        (["--steps", "steps.json", "--draft-model", "none"], "must be a model"),
     ],
 )
 def test_the_command_looks_before_it_works(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,10 +354,13 @@ def test_prompts_are_read_as_they_are(tmp_path: Path) -> None:
     rows = ['{"prompt": "a\u2028b"}', '{"prompt": ["one", "two"]}', '{"prompt": null, "question": "three"}']
     (tmp_path / "set.jsonl").write_text("\n".join(rows), encoding="utf-8")
     assert prompts.load(tmp_path / "set.jsonl", 9) == ["a\u2028b", "one", "three"]
-    for wrong in ('{"prompt": 5}', '{"prompt": [{"a": 1}]}', '["a"]', '{"prompt": null}'):
-        (tmp_path / "set.jsonl").write_text(wrong)
-        with pytest.raises(InvalidInputError, match="cannot be read"):
+    for wrong in ('{"prompt": 5}', '{"prompt": [{"a": 1}]}', '["a"]', '{"prompt": null}', '{"asked": "a"}', "a"):
+        (tmp_path / "set.jsonl").write_text('{"prompt": "a"}\n' + wrong)
+        with pytest.raises(InvalidInputError, match=r"set.jsonl, line 2.*(has no text under prompt, |is no JSON)"):
             prompts.load(tmp_path / "set.jsonl", 9)
+    (tmp_path / "set.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        prompts.load(tmp_path / "set.jsonl", 9)
 
 
 def test_a_set_that_was_changed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

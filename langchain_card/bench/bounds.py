@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure over several texts, and its bounds: 95 of 100 such sets of texts would lie between them."""
+    """A figure over several texts, with its 95 % bootstrap interval: of 100 made so, 95 hold the true figure."""
 
     value: float
     low: float

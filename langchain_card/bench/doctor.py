@@ -27,8 +27,8 @@ EXTRAS = {"structured": "llguidance", "server": "fastapi", "langserve": "langser
 """By extra, a package that it brings."""
 
 TRIED: tuple[Schedule, ...] = ("plain", "sequential", "parallel")
-GAIN = 1.05
-"""Speedup below which speculation is not worth its memory."""
+ALIKE, FAR = 1.05, 1.2
+"""Two figures with a smaller ratio are called the same; with a larger one they contradict each other."""
 
 GOOD_RATIO = 2.0
 """A target pass that takes fewer draft steps than this leaves a draft little to gain."""
@@ -63,6 +63,8 @@ def about_kernels(pair: Pair) -> Iterator[str]:
     for role, spec in _models(pair):
         form = machine.words_of(spec)
         yield f"The {role}, {spec.name}, runs in {form} on {', '.join(map(str, spec.devices))}."
+        if tokens := machine.proposed_of(spec):
+            yield f"It proposes the most frequent {tokens}."
     if pair.target.form == "int8":
         from langchain_card.runtime.product_kernel import instructions
 
@@ -112,7 +114,7 @@ def about_steps(device: Device, *, shared: bool) -> Iterator[str]:
         times = ", ".join(f"{1e3 * line(curve, rows):.0f} ms over {rows}" for rows in (1, 4, 8, 16))
         yield f"A step of the {role} takes {times} rows."
     yield f"A target pass takes as long as {device.ratio:.1f} draft steps."
-    if shared and max(device.slowdown) > GAIN:
+    if shared and max(device.slowdown) > ALIKE:
         yield (
             f"At work at once, the target takes {device.slowdown[0]:.2f} times as long and the draft "
             f"{device.slowdown[1]:.2f} times: they share cores and memory."
@@ -141,6 +143,11 @@ class Trial:
     def predicted(self) -> float:
         """Of the chosen schedule, times plain decoding."""
         return self.expected["plain"] / self.expected[self.chosen] if self.expected.get(self.chosen) else 1.0
+
+    @property
+    def gain(self) -> float:
+        """Of the chosen schedule, times plain decoding, as it was measured."""
+        return self.measured.get(self.chosen, 0.0) / self.measured["plain"] if self.measured["plain"] else 0.0
 
 
 def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
@@ -184,19 +191,25 @@ def about_schedule(trial: Trial) -> Iterator[str]:
     expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
     where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
     yield f"{where}. By step times and hits a token costs: {expected}."
-    predicted = f"; predicted {trial.predicted:.2f} times plain decoding" if trial.expected.get(trial.chosen) else ""
-    yield f"schedule='auto' will take {trial.chosen!r}{predicted}."
+    if not trial.expected.get(trial.chosen):
+        yield f"schedule='auto' will take {trial.chosen!r}."
+        return
+    figures = f"predicted {trial.predicted:.2f} times plain decoding, measured {trial.gain:.2f}"
+    yield f"schedule='auto' will take {trial.chosen!r}: {figures}."
+    best = max(trial.measured, key=trial.measured.__getitem__)
+    if trial.measured[best] > FAR * trial.measured[trial.chosen]:
+        yield f"Here {best!r} was faster. A few short answers decide little: see `langchain-card bench`."
+    elif not 1 / FAR < trial.gain / trial.predicted < FAR:
+        yield "That is far apart: the machine was busy, or these answers are unlike the steps. Try an idle machine."
 
 
 def advice(trial: Trial, device: Device | None, pair: Pair) -> Iterator[str]:
     """What would help."""
-    real = max((speed for name, speed in trial.measured.items() if name != "plain"), default=0.0)
-    gain = real / trial.measured["plain"] if trial.measured["plain"] else 0.0
-    if pair.draft is not None and gain < GAIN and trial.predicted < GAIN:
+    if pair.draft is not None and trial.gain < ALIKE and trial.predicted < ALIKE:
         yield "Speculation gains nothing here: plain decoding is as fast, and draft_model=None saves memory."
     if device is not None and device.ratio < GOOD_RATIO:
         yield "The draft is slow beside its target: a smaller one gains more; `langchain-card plan` compares stacks."
-    if device is not None and trial.shared and max(device.slowdown) > GAIN:
+    if device is not None and trial.shared and max(device.slowdown) > ALIKE:
         yield "A second GPU, or more cores, would let both work at full speed at once."
     if pair.draft is not None and trial.hits is not None and trial.hits < 0.7:
         yield "The draft is often wrong on these prompts: one of the target's own family guesses better."

@@ -11,6 +11,8 @@ import psutil
 import torch
 
 from langchain_card._version import __version__
+from langchain_card.runtime.draft_form import HEAD
+from langchain_card.runtime.families import read_config
 from langchain_card.runtime.loader import ModelSpec
 from langchain_card.runtime.threads import num_cores
 
@@ -60,6 +62,11 @@ def gpus() -> list[str]:
 def words_of(spec: ModelSpec) -> str:
     """The number format of a model's weights, for people."""
     if spec.form == "int8":
-        return "4 bits, cut head" if spec.draft else "int8"
-    own = ", quantized" if spec.quantization else ", cut head" if spec.draft else ""
-    return str(spec.dtype).removeprefix("torch.") + own
+        return "4 bits" if spec.draft else "int8"
+    return str(spec.dtype).removeprefix("torch.") + (", quantized" if spec.quantization else "")
+
+
+def proposed_of(spec: ModelSpec) -> str:
+    """Which tokens a draft proposes, for people; "" where it is all of them."""
+    tokens = read_config(spec.folder).get_text_config().vocab_size
+    return f"{HEAD:,} of {tokens:,} tokens" if spec.draft and tokens > HEAD else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from langchain_card.bench.machine import words_of
+from langchain_card.bench.machine import proposed_of, words_of
 from langchain_card.bench.names import DRAFTS, PEERS, PLAIN, SCHEDULES
 from langchain_card.bench.peers import Peer
 from langchain_card.bench.runs import Method, PeakMemory, Run
@@ -130,4 +130,5 @@ def open_methods(
 
 def _weights(name: str, pair: Pair) -> str:
     draft = None if name in (PLAIN, "ngram") else pair.draft
-    return words_of(pair.target) + (f", draft {words_of(draft)}" if draft is not None else "")
+    words = [] if draft is None else [f"draft {words_of(draft)}", proposed_of(draft)]
+    return ", ".join([words_of(pair.target), *filter(None, words)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from langchain_card.checks import check_choice
 from langchain_card.config import EngineConfig, Schedule
@@ -34,23 +34,26 @@ class Kind:
     Attributes:
         drafts: whether it needs a draft model.
         batches: whether it takes several prompts at once.
+        weights: those of this engine; the same in float32; or a GGUF file's as they are.
         package: that it needs beside transformers.
     """
 
     drafts: bool = False
     batches: bool = False
+    weights: Literal["same", "float32", "gguf"] = "same"
     package: str = ""
 
 
 PEERS: dict[str, Kind] = {
-    "hf-float32": Kind(batches=True),
+    "hf-float32": Kind(batches=True, weights="float32"),
     "hf-generate": Kind(batches=True),
     "hf-assisted": Kind(drafts=True),
     "hf-prompt-lookup": Kind(),
     "flashspec": Kind(drafts=True, package="flashspec"),
+    "llama-cpp": Kind(weights="gguf", package="llama-cpp-python"),
 }
-"""transformers' `generate` in float32; the same on this engine's weights, with its draft, with prompt lookup; and
-FlashSpec (the package flashspec), with its own choice of strategy."""
+"""transformers' `generate` in float32; the same on this engine's weights, with its draft, with prompt lookup;
+FlashSpec (the package flashspec), with its own choice of strategy; and llama.cpp, which does not draft here."""
 
 METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
 
@@ -64,7 +67,7 @@ def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> t
     for name in names:
         check_choice("--methods", name, METHODS)
         kind = PEERS.get(name, Kind(batches=True))
-        if kind.package and importlib.util.find_spec(kind.package) is None:
+        if kind.package and not _is_installed(kind.package):
             raise InvalidInputError("--methods", name, "is not installed", f"pip install {kind.package}")
         if (kind.drafts or name in ("model", "beside", "below")) and not config.has_draft:
             raise InvalidInputError("--methods", name, "needs a draft model", "name a --draft-model, or leave it out")
@@ -74,3 +77,11 @@ def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> t
             limit = f"takes one prompt at a time, not --batch {batch}"
             raise InvalidInputError("--methods", name, limit, "leave it out, or --batch 1")
     return tuple(dict.fromkeys((PLAIN, *names)))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

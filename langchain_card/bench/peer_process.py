@@ -8,13 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from langchain_card.bench.names import PEERS
 from langchain_card.bench.runs import PeakMemory, Run
 from langchain_card.config import EngineConfig
+from langchain_card.errors import InvalidInputError
 from langchain_card.runtime.loader import ModelSpec, Pair, load_model, resolve
+from langchain_card.runtime.store import ModelStore
 from langchain_card.runtime.threads import num_cores, use_threads
 
 _Generate: TypeAlias = Callable[[Sequence[Sequence[int]]], Run]
@@ -49,12 +53,24 @@ def _words(error: Exception) -> str:
 
 
 def _make(asked: dict[str, Any]) -> tuple[_Generate, torch.device]:
-    config = EngineConfig(**asked["config"])
-    if asked["name"] == "hf-float32":
+    config, kind = EngineConfig(**asked["config"]), PEERS[asked["name"]]
+    if kind.weights == "float32":
         config = replace(config, quantization=None, dtype="float32")
     pair = resolve(config)
-    make = _flashspec if asked["name"] == "flashspec" else _transformers
+    make = {"flashspec": _flashspec, "llama-cpp": _llama_cpp}.get(asked["name"], _transformers)
     return make(asked["name"], pair, asked["max_tokens"], asked["temperature"]), pair.target.device
+
+
+def gguf_file(model: str) -> Path:
+    """The GGUF file of a model.
+
+    Raises:
+        InvalidInputError: it has none.
+    """
+    path = ModelStore().path(model)
+    if path.suffix != ".gguf":
+        raise InvalidInputError("--methods", "llama-cpp", f"reads GGUF files, {model} is none", "leave it out")
+    return path
 
 
 def _load(spec: ModelSpec) -> Any:
@@ -162,6 +178,32 @@ def _flashspec(name: str, pair: Pair, max_tokens: int, temperature: float) -> _G
         steps, first = result.arm_steps, (*steps_ended, ended)[0]
         figures = {"accepted_length": len(answer) / len(steps), "acceptance": result.acceptance_rate}
         return Run((answer,), first - begun, ended - first, len(answer) - steps[0].emitted, figures=figures)
+
+    return generate
+
+
+def _llama_cpp(name: str, pair: Pair, max_tokens: int, temperature: float) -> _Generate:
+    """Reads prompts and writes tokens with all cores; its other settings are its own."""
+    from llama_cpp import Llama
+
+    model = Llama(
+        str(gguf_file(pair.target.name)),
+        n_ctx=pair.max_len,
+        n_threads=num_cores(),
+        n_threads_batch=num_cores(),
+        n_gpu_layers=0 if pair.target.device.type == "cpu" else -1,
+        verbose=False,
+    )
+
+    def generate(prompts: Sequence[Sequence[int]]) -> Run:
+        model.reset()
+        begun, answer, times = time.perf_counter(), list[int](), list[float]()
+        for token in model.generate(prompts[0], temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
+            answer.append(int(token))
+            times.append(time.perf_counter())
+            if len(answer) == max_tokens or token in pair.eos_ids:
+                break
+        return Run((tuple(answer),), times[0] - begun, times[-1] - times[0], len(answer) - 1)
 
     return generate
 

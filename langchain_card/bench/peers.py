@@ -1,7 +1,8 @@
 """Other people's loops, each in a process of its own: two pools of CPU threads in one would slow both sides down.
 
 They get the very weights that this engine runs, in the same number format, in layers of transformers, but that a draft
-has its whole head; only `hf-float32` has them as they were published. What a process says and hears is a line of JSON.
+has its whole head; only `hf-float32` and `llama-cpp` have them as they were published. What a process says and hears is
+a line of JSON.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from langchain_card.bench.machine import words_of
 from langchain_card.bench.names import PEERS
+from langchain_card.bench.peer_process import gguf_file
 from langchain_card.bench.runs import Run
 from langchain_card.config import EngineConfig
 from langchain_card.errors import DeviceError, EngineError, InvalidInputError
 from langchain_card.runtime.budget import free_bytes, weight_bytes
-from langchain_card.runtime.loader import Pair, resolve
+from langchain_card.runtime.gguf import form_of, open_gguf
+from langchain_card.runtime.loader import resolve
 
 SECONDS = 1800.0
 """That loading, or a run, may take."""
@@ -48,16 +53,8 @@ class Peer:
     """
 
     def __init__(self, name: str, config: EngineConfig, max_tokens: int, temperature: float) -> None:
-        pair = resolve(config)
-        if PEERS[name].drafts and pair.vocabulary is not None:
-            limit = f"is measured with drafts of the target's own vocabulary, not {config.draft_model}"
-            raise InvalidInputError("--methods", name, limit, "leave it out")
-        self.name, own = name, pair
-        if name == "hf-float32":
-            own = resolve(replace(config, quantization=None, dtype="float32"))
-        _check_room(name, own)
-        draft = f", draft {words_of(own.draft)}" if PEERS[name].drafts and own.draft is not None else ""
-        self.weights = words_of(own.target) + draft.replace(", cut head", "")
+        self.name, (self.weights, needed) = name, _weights(name, config)
+        _check_room(name, needed, resolve(config).target.device)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
         command = [sys.executable, "-W", "ignore", "-m", "langchain_card.bench.peer_process"]
         pipe = subprocess.PIPE
@@ -80,9 +77,15 @@ class Peer:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         deadline = threading.Timer(SECONDS, self._process.kill)
+        deadline.daemon = True
         deadline.start()
-        line = self._process.stdout.readline()
-        deadline.cancel()
+        try:
+            line = self._process.stdout.readline()
+            late = deadline.finished.is_set()
+        finally:
+            deadline.cancel()
+        if late:
+            raise EngineError(self.name, "no answer", f"it was ended after {SECONDS:.0f} s", "ask for fewer tokens")
         if not line:
             self._process.wait()
             self._errors.seek(0)
@@ -100,9 +103,24 @@ class Peer:
         self._errors.close()
 
 
-def _check_room(name: str, pair: Pair) -> None:
-    specs = [pair.target, *([pair.draft] if PEERS[name].drafts and pair.draft is not None else [])]
-    needed, free = _ROOM * sum(map(weight_bytes, specs)), free_bytes(pair.target.device)
+def _weights(name: str, config: EngineConfig) -> tuple[str, int]:
+    """What a peer runs on, in words, and its bytes."""
+    kind = PEERS[name]
+    if kind.weights == "gguf":
+        file = gguf_file(config.model)
+        return f"{form_of(open_gguf(file))} of the file", file.stat().st_size
+    pair = resolve(replace(config, quantization=None, dtype="float32") if kind.weights == "float32" else config)
+    if kind.drafts and pair.vocabulary is not None:
+        limit = f"is measured with drafts of the target's own vocabulary, not {config.draft_model}"
+        raise InvalidInputError("--methods", name, limit, "leave it out")
+    words, needed = words_of(pair.target), weight_bytes(pair.target)
+    if kind.drafts and pair.draft is not None:
+        words, needed = f"{words}, draft {words_of(pair.draft)}", needed + weight_bytes(pair.draft)
+    return words, needed
+
+
+def _check_room(name: str, weights: int, device: torch.device) -> None:
+    needed, free = _ROOM * weights, free_bytes(device)
     if needed > free:
         limit = f"needs {needed / 2**30:.1f} GiB for weights of its own, {free / 2**30:.1f} GiB are free"
         raise DeviceError("--methods", name, limit, "compare fewer at once")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from langchain_card.checks import check_range
 from langchain_card.errors import CorruptModelError, InvalidInputError
@@ -21,6 +21,9 @@ OWN = Path(__file__).parent / "data" / "prompts.jsonl"
 
 COPYING = OWN.with_name("copying.jsonl")
 """Likewise, such whose answers mostly repeat them: edits of code and summaries with quotes (`kind` edit or quote)."""
+
+_KEYS = ("prompt", "question", "text", "turns")
+_HINT = f"each line is a JSON object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
 
 NAMES = ("own", "copying", "humaneval")
 """HumanEval (arXiv 2107.03374, MIT) is downloaded at its first use, from the package of its authors."""
@@ -48,23 +51,27 @@ def load(path: Path, count: int) -> list[str]:
     Raises:
         InvalidInputError: the file is not there, or holds something else, or nothing.
     """
-    check_range("count", count, 1, 2**31)
+    check_range("--count", count, 1, 2**31)
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        texts = [_text(row) for row in rows[:count]]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-        hint = "each line is a JSON object with prompt, question, text or turns"
-        raise InvalidInputError("prompts", str(path), f"cannot be read ({error!r})", hint) from error
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise InvalidInputError("--prompts", str(path), f"cannot be read ({error})", _HINT) from error
+    rows = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    texts = [_text(line, f"{path}, line {number}") for number, line in itertools.islice(rows, count)]
     if not texts:
-        raise InvalidInputError("prompts", str(path), "holds no prompt")
+        raise InvalidInputError("--prompts", str(path), "holds no prompt", _HINT)
     return texts
 
 
-def _text(row: dict[str, Any]) -> str:
-    found = next(row[key] for key in ("prompt", "question", "text", "turns") if row.get(key) is not None)
+def _text(line: str, place: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InvalidInputError("--prompts", place, f"is no JSON ({error})", _HINT) from error
+    found = next((row[key] for key in _KEYS if row.get(key)), None) if isinstance(row, dict) else None
     text = found[0] if isinstance(found, list) else found
     if not isinstance(text, str):
-        raise TypeError(f"{text!r} is no text")
+        raise InvalidInputError("--prompts", place, f"has no text under {', '.join(_KEYS)}", _HINT)
     return text
 
 

@@ -7,7 +7,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from langchain_card.bench.bounds import Measured
@@ -49,7 +49,7 @@ class Difference:
         position: tokens that are the same.
         own, plain: the text of the next token, or "" where the answer ends.
         gap: difference of the log-probabilities of the target's two likeliest tokens there; None at a temperature,
-            and where the text before cannot be asked about.
+            before it was asked (`explain`), and where it cannot be asked.
     """
 
     method: str
@@ -129,6 +129,7 @@ def race(
     prompts: Sequence[Sequence[int]],
     batch: int,
     repeats: int,
+    decode: Callable[[Sequence[int]], str],
     report: Callable[[Race, int, int], None],
 ) -> None:
     """Has each method answer all prompts; they take turns, in an order that changes.
@@ -141,6 +142,7 @@ def race(
         prompts: token ids of each.
         batch: prompts at once.
         repeats: passes over all of them.
+        decode: token ids to text, for where answers differ.
         report: told what is known, the number of the group and the number of groups, whenever one is done.
 
     Raises:
@@ -152,6 +154,7 @@ def race(
         _round(cold, methods, groups[sizes.index(size)], 0, -number)
     for number, (repeat, group) in enumerate(itertools.product(range(repeats), range(len(groups))), 1):
         _round(found, methods, groups[group], group, repeat)
+        found.differences += _differences(found, group, repeat, decode)
         report(found, number, repeats * len(groups))
 
 
@@ -169,31 +172,40 @@ def _round(found: Race, methods: Sequence[Method], prompts: Sequence[Sequence[in
             found.rows.append(Row(method.name, group, repeat, run))
 
 
-def explain(found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, *, gaps: bool) -> None:
-    """Finds out where answers part from plain's, and how sure the target is of its token there.
+def _differences(found: Race, group: int, repeat: int, decode: Callable[[Sequence[int]], str]) -> Iterator[Difference]:
+    """Where answers of one round part from plain's; nobody was asked yet how sure the target is there."""
+    for method in found.weights:
+        for row, base in found.pairs(method):
+            if (row.group, row.repeat) != (group, repeat):
+                continue
+            for i, (own, plain) in enumerate(zip(row.run.token_ids, base.run.token_ids, strict=True)):
+                if own != plain:
+                    pairs = zip(own, plain)  # noqa: B905 - one may be the beginning of the other
+                    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(own), len(plain)))
+                    texts = [decode(ids[place : place + 1]) for ids in (own, plain)]
+                    yield Difference(method, group, repeat, i, place, texts[0], texts[1], None)
+
+
+def explain(
+    found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, report: Callable[[str], None]
+) -> None:
+    """Asks the target how sure it was where answers part from plain's.
 
     Args:
-        found: of the race; its `differences` are filled in.
+        found: of the race; its `differences` get their gaps.
         engine: of the target.
         prompts: as the race had them.
         batch: as the race had it.
-        gaps: whether to ask the target how sure it is there.
+        report: told how far it is.
     """
-    found.differences.clear()
-    for method in found.weights:
-        for row, base in found.pairs(method):
-            for i, (own, plain) in enumerate(zip(row.run.token_ids, base.run.token_ids, strict=True)):
-                if own == plain:
-                    continue
-                pairs = zip(own, plain)  # noqa: B905 - one may be the beginning of the other
-                place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(own), len(plain)))
-                texts = [engine.tokenizer.decode(ids[place : place + 1]) for ids in (own, plain)]
-                text = [*prompts[row.group * batch + i], *plain[:place]]
-                gap = None
-                if gaps:
-                    with contextlib.suppress(InvalidInputError):  # a model without a tokenizer for all that it says
-                        gap = _gap(engine, text)
-                found.differences.append(Difference(method, row.group, row.repeat, i, place, texts[0], texts[1], gap))
+    answers = {(row.group, row.repeat): row.run.token_ids for row in found.of(PLAIN)}
+    for number, each in enumerate(found.differences):
+        if number % 10 == 0:
+            report(f"asking the target where answers differ: {number} of {len(found.differences)}")
+        plain = answers[each.group, each.repeat][each.answer]
+        text = [*prompts[each.group * batch + each.answer], *plain[: each.position]]
+        with contextlib.suppress(InvalidInputError):  # a model without a tokenizer for all that it says
+            found.differences[number] = replace(each, gap=_gap(engine, text))
 
 
 def _gap(engine: Engine, text: Sequence[int]) -> float:

@@ -77,7 +77,9 @@ def remarks(found: Race) -> list[str]:
     if any(name in PEERS for name in found.weights):
         said.append(
             "This engine's methods share what its controller learns, and each remembers earlier prompts and answers, "
-            "as it does for users; others' loops begin anew with each prompt."
+            "as it does for users; others' loops begin anew with each prompt. Peak memory is that of a method's "
+            "process: this engine's methods have one together, with all of their models, and what a draft in a process "
+            "of its own holds is not in it."
         )
     return said
 
@@ -103,7 +105,7 @@ def plot(found: Race, path: Path, title: str) -> None:
     names = [name for name in found.weights if name != PLAIN and found.speedup(name) is not None]
     figure, [[panel]] = panels(8, 1.2 + 0.5 * len(names))
     for place, name in enumerate(reversed(names)):
-        _bar(panel, place, found.speedup(name), found.speedups(name), ours=not name.startswith(("hf-", "flashspec")))
+        _bar(panel, place, found.speedup(name), found.speedups(name), ours=name not in PEERS)
     panel.set_yticks(range(len(names)), list(reversed(names)))
     panel.axvline(1.0, color="black", lw=1)
     panel.set_xlim(0, None)

@@ -24,7 +24,7 @@ _LEGEND = {
     "token guessed by the draft": GUESSED,
     "the target's own": OWN,
 }
-_WIDTH, _HEIGHT, _DPI = 9.0, 3.7, 200  # inches
+_WIDTH, _HEIGHT, _DPI = 7.2, 3.6, 220  # inches
 _LANE, _PITCH = 0.8, 1.55
 _SIZE, _ASPECT = 7.0, 0.602  # of the answer's letters: points, and width by height
 _ROW, _ROWS = 0.3, 6
@@ -38,7 +38,7 @@ def plot_timeline(
     names: Mapping[str, str],
     path: Path,
     first: int = 1,
-    count: int = 8,
+    count: int = 6,
 ) -> None:
     """Writes the picture that `draw_timeline` draws into a file; the ending of `path` says of what kind."""
     draw_timeline(timeline, decode, names, first, count).savefig(path, dpi=_DPI)
@@ -49,7 +49,7 @@ def draw_timeline(
     decode: Callable[[Sequence[int]], str],
     names: Mapping[str, str],
     first: int = 1,
-    count: int = 8,
+    count: int = 6,
 ) -> Figure:
     """Draws some rounds of an answer; a notebook shows the figure.
 

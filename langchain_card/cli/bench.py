@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from langchain_card.bench.traces import Trace
     from langchain_card.cli.render import Screen
 
+SIMULATED = ("traces", "ratios", "gpu", "cpu")
+"""Options of the virtual clock."""
+
 COUNT, RECORDED = 20, 8
 """Prompts by default: of a comparison; to record, or steps to measure."""
 
@@ -23,7 +28,7 @@ COUNT, RECORDED = 20, 8
 def register(subparsers: Any) -> None:
     """Add `bench`."""
     from langchain_card.bench.names import DEFAULTS, METHODS
-    from langchain_card.cli.fields import add_drafter_fields, add_engine_fields
+    from langchain_card.cli.fields import SETS, add_drafter_fields, add_engine_fields
 
     parser = subparsers.add_parser(
         "bench", help="compare ways to decode, side by side: measured, or on a virtual clock"
@@ -32,8 +37,7 @@ def register(subparsers: Any) -> None:
     add_drafter_fields(parser)
     known = f"of {', '.join(METHODS)} ({' '.join(DEFAULTS)})"
     parser.add_argument("--methods", nargs="+", default=DEFAULTS, metavar="NAME", help=known)
-    sets = "own (default), copying or humaneval, or a file of JSON lines"
-    parser.add_argument("--prompts", metavar="SET", help=sets)
+    parser.add_argument("--prompts", default="own", metavar="SET", help=SETS)
     parser.add_argument("--count", type=int, help=f"prompts ({COUNT}); to record, or steps of each size ({RECORDED})")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
@@ -47,8 +51,8 @@ def register(subparsers: Any) -> None:
     what.add_argument("--steps", type=Path, metavar="FILE", help="measure a pair's step times here into FILE")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="traces of your own, one JSON file a kind of text")
     parser.add_argument("--ratios", type=float, nargs="+", metavar="C", help="target pass / draft step (1 to 64)")
-    parser.add_argument("--gpu", default="h200", help="step times where each model has its device: a name or a file")
-    parser.add_argument("--cpu", default="cpu", help="step times where they share one")
+    parser.add_argument("--gpu", help="step times where each model has its device: a name (h200) or a file")
+    parser.add_argument("--cpu", help="step times where they share one (cpu)")
     parser.set_defaults(run=run)
 
 
@@ -70,7 +74,11 @@ def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong is, before hours of work."""
     from langchain_card.checks import check_range
     from langchain_card.cli.fields import check_output
+    from langchain_card.errors import InvalidInputError
 
+    for option in SIMULATED:
+        if not args.simulate and (value := getattr(args, option)) is not None:
+            raise InvalidInputError(f"--{option}", value, "is of the virtual clock", "add --simulate, or leave it out")
     for ratio in args.ratios or ():
         check_range("--ratios", ratio, 0.01, 1000.0, "target pass / draft step")
     if args.count is None:
@@ -97,12 +105,19 @@ def _compare(args: argparse.Namespace) -> None:
 
     if args.plot is not None:
         from langchain_card.bench import canvas  # noqa: F401 - fails before the work, where matplotlib is absent
-    config, screen = EngineConfig(**engine_fields(args), **drafter_fields(args)), Screen()
+    fields, screen = engine_fields(args) | drafter_fields(args), Screen()
+    config = EngineConfig(**fields)
     asked = Asked(args.max_tokens, args.temperature, args.batch)
     SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature).check(config.limits)
     names = check_methods(tuple(args.methods), config, args.batch)
-    texts = prompts.find(args.prompts or "own", args.count)
-    about = {"command": " ".join(["langchain-card", *args.given]), "machine": machine.describe()}
+    texts = prompts.find(args.prompts, args.count)
+    about = {
+        "command": shlex.join(["langchain-card", *args.given]),
+        "machine": machine.describe(),
+        "engine": fields,
+        "prompts": args.prompts,
+        "asked": asdict(asked),
+    }
 
     def save(found: Race) -> None:
         if args.json is not None:
@@ -121,12 +136,11 @@ def _compare(args: argparse.Namespace) -> None:
         engine, methods, failed = open_methods(names, config, asked, held, lambda own: load(screen, own), screen.note)
         ids = [asked_as_user(engine, text) for text in texts]
         found = Race({method.name: method.weights for method in methods}, failed=failed, greedy=not args.temperature)
-        is_whole = False
         try:
-            race(found, methods, ids, args.batch, args.repeat, report)
-            is_whole = True
+            race(found, methods, ids, args.batch, args.repeat, engine.tokenizer.decode, report)
+            if found.greedy:
+                explain(found, engine, ids, args.batch, screen.note)
         finally:  # a run that was cut short shows what it has
-            explain(found, engine, ids, args.batch, gaps=is_whole and found.greedy)
             save(found)
             _show(screen, found, args)
 
@@ -141,21 +155,20 @@ def _show(screen: Screen, found: Race, args: argparse.Namespace) -> None:
     if args.json is not None:
         screen.note(f"{len(found.rows)} rows are in {args.json}")
     if args.plot is not None and found.rows:
-        asked = f"{args.prompts or 'own'}, {args.batch * len({row.group for row in found.rows})} prompts"
+        answers = {row.group: len(row.run.token_ids) for row in found.rows}
+        asked = f"{args.prompts}, {sum(answers.values())} prompts"
         plot(found, args.plot, f"{args.model}, draft {args.draft_model}; {asked}")
         screen.note(f"a picture is in {args.plot}")
 
 
 def _record(args: argparse.Namespace) -> None:
-    from langchain_card.bench.prompts import load
+    from langchain_card.bench.prompts import find
     from langchain_card.bench.record import record_all
     from langchain_card.bench.traces import save
+    from langchain_card.cli.fields import engine_fields
     from langchain_card.config import EngineConfig
-    from langchain_card.errors import InvalidInputError
 
-    if args.prompts is None:
-        raise InvalidInputError("--prompts", None, "is needed to record", "name a file of JSON lines")
-    texts = load(Path(args.prompts), args.count)
+    texts = find(args.prompts, args.count)
 
     def report(number: int, trace: Trace) -> None:
         first = sum(trace.rank(position) == 0 for position in range(len(trace.token_ids)))
@@ -164,7 +177,7 @@ def _record(args: argparse.Namespace) -> None:
             flush=True,
         )
 
-    save(record_all(EngineConfig(args.model, args.draft_model), texts, args.max_tokens, report), args.record)
+    save(record_all(EngineConfig(**engine_fields(args)), texts, args.max_tokens, report), args.record)
 
 
 def _simulate(args: argparse.Namespace) -> None:
@@ -176,7 +189,7 @@ def _simulate(args: argparse.Namespace) -> None:
     if args.plot is not None:
         from langchain_card.bench.plot import plot  # fails before the work, where matplotlib is not there
     rows: list[Row] = []
-    kinds, gpu, cpu = shipped(args.traces), load_device(args.gpu), load_device(args.cpu)
+    kinds, gpu, cpu = shipped(args.traces), load_device(args.gpu or "h200"), load_device(args.cpu or "cpu")
     for name, traces in kinds.items():
         print(f"{name}: {len(traces)} texts, {sum(len(trace.token_ids) for trace in traces)} tokens", flush=True)
     print(f"{gpu.name}: {gpu.source}\n{cpu.name}: {cpu.source}\nall figures are times plain decoding", flush=True)
@@ -194,7 +207,8 @@ def _simulate(args: argparse.Namespace) -> None:
 
 def _measure(args: argparse.Namespace) -> None:
     from langchain_card.bench.steps import measure
+    from langchain_card.cli.fields import engine_fields
     from langchain_card.config import EngineConfig
 
-    config = EngineConfig(args.model, args.draft_model)
+    config = EngineConfig(**engine_fields(args))
     measure(config, args.steps.stem, args.count, lambda line: print(line, flush=True)).save(args.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what was found; errors of the package rise to `main`, with what was found before them printed."""
     from langchain_card.bench import doctor, prompts
+    from langchain_card.bench.record import borrowed
     from langchain_card.bench.steps import measure
     from langchain_card.cli.chat import load
     from langchain_card.cli.fields import drafter_fields, engine_fields
@@ -51,11 +53,16 @@ def run(args: argparse.Namespace) -> int:
     screen.say(f"  It all fits; up to {together} requests will run at once.")
     if args.no_measure:
         return 0
-    device = measure(config, "here", REPEATS, lambda _: None) if pair.draft is not None else None
-    if device is not None:
-        shared = pair.draft is not None and pair.draft.device == pair.target.device
-        say("Steps, measured", doctor.about_steps(device, shared=shared))
-    with load(screen, config) as engine:
+    with contextlib.ExitStack() as loaded:  # once, for the steps and for the engine
+        device = None
+        if pair.draft is not None:
+            screen.note(f"loading {config.model} and {config.draft_model}")
+            for spec in (pair.target, pair.draft):
+                loaded.enter_context(borrowed(spec))
+            device = measure(config, "here", REPEATS, lambda _: None)
+            shared = pair.draft.device == pair.target.device
+            say("Steps, measured", doctor.about_steps(device, shared=shared))
+        engine = loaded.enter_context(load(screen, config))
         trial = doctor.try_out(engine, prompts.load(prompts.OWN, TEXTS), TOKENS)
     say("Schedule", doctor.about_schedule(trial))
     say("What would help", doctor.advice(trial, device, pair))

@@ -9,6 +9,9 @@ from typing import Any
 from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, default_draft_model, default_model
 from langchain_card.errors import InvalidInputError
 
+SETS = "own (default), copying or humaneval, or a file of JSON lines"
+"""What `--prompts` may be."""
+
 
 def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     """Add models, devices and number formats."""

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 def register(subparsers: Any) -> None:
     """Add `plan`."""
-    from langchain_card.cli.fields import add_engine_fields
+    from langchain_card.cli.fields import SETS, add_engine_fields
 
     parser = subparsers.add_parser("plan", help="find the fastest stack of drafters, or that none pays")
     add_engine_fields(parser)
     lower = "a drafter below the draft model, from the top; may be repeated (a model, or the last one ngram; ngram)"
     parser.add_argument("--lower", action="append", metavar="NAME", help=lower)
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="what to ask: JSON lines (own prompts)")
+    parser.add_argument("--prompts", default="own", metavar="SET", help=SETS)
     parser.add_argument("--count", type=int, default=8, help="prompts (8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
-    from langchain_card.bench.prompts import OWN, load
+    from langchain_card.bench.prompts import find
 
-    return load(args.prompts or OWN, args.count)
+    return find(args.prompts, args.count)
 
 
 def _measure_levels(args: argparse.Namespace) -> Levels:

@@ -32,7 +32,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--first", type=int, default=1, metavar="ROUND", help="the first that is drawn; number 0 reads the prompt (1)"
     )
-    parser.add_argument("--rounds", type=int, default=8, help="how many are drawn (8)")
+    parser.add_argument("--rounds", type=int, default=6, help="how many are drawn (6)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of the answer (96)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
     parser.add_argument("--schedule", default="parallel", choices=SCHEDULES, help="of the answer (parallel)")

@@ -32,6 +32,15 @@ def open_gguf(path: Path) -> Any:
         raise CorruptModelError("GGUF file", str(path), reason, "download the file again") from error
 
 
+def form_of(reader: Any) -> str:
+    """The number format of most weights of an `open_gguf` file, such as "Q4_K_M"; "GGUF" where it does not say."""
+    from gguf import LlamaFileType
+
+    field = reader.fields.get("general.file_type")
+    known = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
+    return known.get(field.contents(), "GGUF") if field is not None else "GGUF"
+
+
 def load_config(path: Path) -> Any:
     """The transformers config of a GGUF file, or of a folder.
 
