@@ -192,7 +192,7 @@ class EngineConfig:
             candidates at a time. `langchain-card plan` finds out which stack pays.
         exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
             `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
-            same engine bit for bit; candidates are chains then. `"default"` promises what docs/architecture.md says.
+            same engine bit for bit; candidates are chains then. What `"default"` promises: docs/concepts/exactness.md.
         execution: of steps on CUDA: `"graphs"`, which is `"auto"`, captures them, `"compiled"` compiles the layers as
             well, `"eager"` does neither. On a CPU it changes nothing: steps take rows of any shape.
         max_model_len: positions per sequence, prompt and answer together; None for the model's own, at most 8,192.

@@ -45,7 +45,7 @@ class EngineOptions(BaseModel):
     transformers quantization config as a JSON object: `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`."""
     exact: Exactness = "default"
     """`"strict"` makes an answer equal plain decoding by the same engine bit for bit, also in 16 bits; see
-    docs/architecture.md."""
+    docs/concepts/exactness.md."""
     execution: Execution = "auto"
     """Of steps: `"graphs"` (captured on CUDA), `"compiled"` (layers compiled, too) or `"eager"`."""
     isolate: bool = False
@@ -57,10 +57,10 @@ class EngineOptions(BaseModel):
     in this process, below it (`stack=("ngram",)`). Packages may add their own, see docs/plugins.md."""
     acceptance: str = "exact"
     """The rule by which candidates become the answer. All but `"exact"` are lossy: with `"loose"` the answer may not be
-    what the target would have written, see docs/architecture.md."""
+    what the target would have written, see docs/concepts/loose.md."""
     steering: str | None = None
     """A transform of the target's logits, before everything else, by name and perhaps with options; None for none.
-    Packages add them, see docs/architecture.md."""
+    Packages add them, see docs/concepts/steering.md."""
     stack: tuple[str, ...] = ()
     """Drafters below the draft model, from the top, each queried by the one above it: models, and as the last perhaps
     `"ngram"`; `"ngram?block=12"` is asked for twelve candidates at a time. `langchain-card plan` tells what pays."""
