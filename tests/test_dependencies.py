@@ -28,7 +28,7 @@ MODULES_OF_EXTRAS = {
     "testing": ("testing/conformance.py", "testing/contract.py"),
 }
 """Where an extra's packages may be imported, by how paths begin."""
-PEERS = {"bench/peer_process.py": {"flashspec"}}
+PEERS = {"bench/peer_process.py": {"flashspec", "llama_cpp"}}
 """Packages that a method of `bench` is named after: it is refused where they are not installed."""
 
 
