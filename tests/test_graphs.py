@@ -88,3 +88,15 @@ def test_one_width_is_one_arithmetic(tiny_pairs: Pairs, arch: str, dtype: str) -
         cache = free.open()
         free.step([Rows(cache, text[:40], 0)])
         assert not torch.equal(next(free.follow(cache, text[40:56])), plain[:16])
+
+
+def test_a_full_grid_answers_in_the_order_of_the_batch(tiny_pairs: Pairs) -> None:
+    model = runner(tiny_pairs["llama"][0], "float64", width=8, num_seqs=2)
+    caches = model.open(), model.open()
+    windows = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
+    batch = [
+        Rows(cache, ids, 0, [tuple(range(i + 1)) for i in range(8)]) for cache, ids in zip(caches, windows, strict=True)
+    ]
+    first, second = model.step(batch).clone().split(8)
+    assert not torch.equal(first, second)
+    assert torch.equal(model.step(batch[::-1]), torch.cat([second, first]))

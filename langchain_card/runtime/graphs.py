@@ -78,7 +78,7 @@ class GridSteps:
         else:  # the head's rows are all rows, too
             grid.logits = self._forward(grid.inputs, bucket, None)
         assert grid.logits is not None
-        return grid.logits if len(wanted) == len(grid.logits) else grid.logits[wanted]
+        return grid.logits if wanted == [*range(len(grid.logits))] else grid.logits[wanted]
 
     def _forward(self, inputs: StepInputs, bucket: Bucket, wanted: Sequence[int] | None) -> Tensor:
         """Logits of the rows wanted, or of all."""
