@@ -17,7 +17,7 @@
 # with a model of 1.5 billion parameters. Such a model is no great planner. But every call that it makes is one that its
 # tools can take: names, types and patterns of the arguments are enforced while the text is written.
 #
-# You need `pip install langchain langchain-card[structured]`.
+# It takes two minutes. You need the package `langchain`, and the extra `structured` (docs/install.md).
 
 # %% [markdown]
 # ## Tools

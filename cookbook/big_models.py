@@ -21,7 +21,6 @@
 # CUDA devices they run. What they printed there nobody has seen yet.
 
 # %%
-import os
 import warnings
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
@@ -29,13 +28,11 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # a progress b
 import torch
 
 from langchain_card import CARDChatModel, EngineConfig, Limits
+from langchain_card.config import default_draft_model, default_model
 from langchain_card.errors import CARDError
 from langchain_card.runtime.loader import resolve
 
-NAMES = {
-    "model": os.environ.get("CARD_COOKBOOK_MODEL", "qwen2.5-coder-1.5b"),
-    "draft_model": os.environ.get("CARD_COOKBOOK_DRAFT", "qwen2.5-coder-0.5b"),
-}
+NAMES = {"model": default_model(), "draft_model": default_draft_model()}  # the built-in pair
 GPUS = torch.cuda.device_count()
 print(GPUS, "CUDA devices:", [torch.cuda.get_device_name(i) for i in range(GPUS)])
 

@@ -13,10 +13,11 @@
 # %% [markdown]
 # # Chains and streaming callbacks
 #
-# A chain with this model streams, calls back, runs side by side and stops like any chain in LangChain. This page goes
-# through that, one small cell each: streams and handlers first, then many prompts at once, then what may go wrong.
+# A chain with this model streams, calls back, runs side by side and stops like any chain in LangChain. At the end of this
+# page you have seen that, one small cell each: streams and handlers first, then many prompts at once, then what may go
+# wrong. It takes two minutes on two CPU cores.
 #
-# The pictures need matplotlib, nothing else does.
+# The pictures need matplotlib (the extra `bench`), nothing else does.
 
 # %% [markdown]
 # ## Load

@@ -91,8 +91,8 @@ card("bench", *asked, "--json", "bench.json")
 # %% [markdown]
 # How to read it:
 #
-# - **times plain** is the median over prompts; from six prompts on with bounds: 95 of 100 such sets of prompts lie between
-#   them. Where the lower one is below 1 nothing is decided yet: take more prompts.
+# - **times plain** is the median over prompts; from six prompts on with bounds, its 95 % bootstrap interval: of 100 made so,
+#   95 hold the true median. Where the lower one is below 1 nothing is decided yet: take more prompts.
 # - **accepted length** is tokens per pass of the target. It is what a draft earns.
 # - **acceptance** is the share of candidates that were right. A low one with a high accepted length is fine where rows
 #   are cheap.

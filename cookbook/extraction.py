@@ -16,7 +16,7 @@
 # At the end of this page letters have become rows of a table. Every answer is a valid document of the schema, whatever
 # the model and however few tokens it may write: the schema is enforced token by token.
 #
-# You need `pip install langchain-card[structured] matplotlib`.
+# It takes two minutes on two CPU cores. You need the extras `structured` and `bench` (docs/install.md).
 
 # %%
 from typing import Literal

@@ -17,7 +17,7 @@
 # meanwhile, what it was told, and which guesses came true; as numbers, as a picture, and as a file for a trace viewer. It
 # takes a minute on two CPU cores.
 #
-# You need `pip install langchain-card[bench]`, which brings matplotlib. `langchain-card trace` does the same on the
+# You need the extra `bench` (docs/install.md), which brings matplotlib. `langchain-card trace` does the same on the
 # command line.
 
 # %% [markdown]
@@ -26,23 +26,20 @@
 # An *observer* is a function that sees every event of the protocol, and what follows from it. `Tracer` is one that draws
 # up a timeline for each answer. `CARDChatModel` has no observer; the engine below it has.
 #
-# The variables let this page run with another pair, for instance `CARD_COOKBOOK_MODEL=smollm2-135m` and
-# `CARD_COOKBOOK_DRAFT=ngram`. Without a draft model the second lane of the picture is empty: looking up n-grams takes no
-# time that could be drawn.
+# The pair is the built-in one, or the one that the variables `LANGCHAIN_CARD_MODEL` and `LANGCHAIN_CARD_DRAFT_MODEL`
+# name. Without a draft model the second lane of the picture is empty: looking up n-grams takes no time that could be
+# drawn.
 
 # %%
-import os
 import warnings
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
 
 from langchain_card import Engine, EngineConfig, SamplingParams
 from langchain_card.bench.timeline import Tracer
+from langchain_card.config import default_draft_model, default_model
 
-config = EngineConfig(
-    model=os.environ.get("CARD_COOKBOOK_MODEL", "qwen2.5-coder-1.5b"),
-    draft_model=os.environ.get("CARD_COOKBOOK_DRAFT", "qwen2.5-coder-0.5b"),
-)
+config = EngineConfig(model=default_model(), draft_model=default_draft_model())
 tracer = Tracer()
 engine = Engine(config, observe=tracer)
 print(config.model, "with", config.draft_model, "on", engine.devices)

@@ -19,30 +19,25 @@
 # At the end of this page you have such a pair answering inside a LangChain chain: whole answers, streams and batches,
 # with the numbers that tell how much the draft helped.
 #
-# You need this package and nothing else: no account, no server, no GPU. The first run downloads the
-# built-in pair (1.6 GB) and converts it for this machine; after that loading takes seconds.
+# You need this package and nothing else: no account, no server, no GPU. It takes a minute on two CPU cores; the very
+# first run downloads the built-in pair (1.6 GB) and converts it for this machine, which takes some ten minutes more.
 
 # %% [markdown]
 # ## Load
 #
-# `CARDChatModel()` is the built-in pair. The two variables let this page run with another one, for instance
-# `CARD_COOKBOOK_MODEL=smollm2-135m` and `CARD_COOKBOOK_DRAFT=ngram` (no draft model: guesses are looked up in the text).
+# `CARDChatModel()` is the built-in pair. The variables `LANGCHAIN_CARD_MODEL` and `LANGCHAIN_CARD_DRAFT_MODEL` name
+# another one, for instance `smollm2-135m` and `ngram` (no draft model: guesses are looked up in the text).
 #
 # Weights are loaded at the first question; `load()` does it now.
 
 # %%
-import os
 import warnings
 
 from langchain_card import CARDChatModel
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
 
-model = CARDChatModel(
-    model=os.environ.get("CARD_COOKBOOK_MODEL", "qwen2.5-coder-1.5b"),
-    draft_model=os.environ.get("CARD_COOKBOOK_DRAFT", "qwen2.5-coder-0.5b"),
-    max_tokens=100,
-).load()
+model = CARDChatModel(max_tokens=100).load()
 print(model.model, "with", model.draft_model)
 
 # %% [markdown]

@@ -16,7 +16,8 @@
 # At the end of this page a server has answered OpenAI's client, LangChain's own, and a chain over LangServe; and its
 # engine was killed in the middle of an answer, which came whole all the same.
 #
-# You need `pip install langchain-card[server,structured,langserve] langchain-openai`.
+# It takes three minutes on two CPU cores. You need the extras `server`, `structured` and `langserve` (docs/install.md),
+# and the package `langchain-openai`.
 
 # %% [markdown]
 # ## A server

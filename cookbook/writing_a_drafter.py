@@ -19,8 +19,8 @@
 # A drafter guesses what comes next. The target checks guesses and keeps those that it would have written: whatever a
 # drafter does, the answer is the target's own. It need not be careful, only quick and often right.
 #
-# `docs/plugins.md` says what each method may rely on. You need `pip install langchain-card[testing]`, which brings
-# pytest, for the suite.
+# `docs/plugins.md` says what each method may rely on. You need the extra `testing` (docs/install.md), which brings pytest,
+# for the suite.
 
 # %% [markdown]
 # ## The idea
@@ -204,16 +204,13 @@ try_contract("Careless")
 # pairs = "my_package:Pairs"
 # ```
 #
-# `draft_model="pairs?depth=8"` has it work alone, with an option as in a URL. The variables let this page run with
-# another target.
+# `draft_model="pairs?depth=8"` has it work alone, with an option as in a URL.
 
 # %%
 from langchain_card import CARDChatModel, plugins
 
 plugins.register("drafters", "pairs", Pairs)
 
-target = os.environ.get("CARD_COOKBOOK_MODEL", "qwen2.5-coder-1.5b")
-draft = os.environ.get("CARD_COOKBOOK_DRAFT", "qwen2.5-coder-0.5b")
 edit = """Rename the variable `x` to `price` and repeat the whole function, only the code:
 
 def total(items, rate):
@@ -226,11 +223,11 @@ def total(items, rate):
 """
 
 
-model = CARDChatModel(model=target, draft_model=None, max_tokens=80).load()  # others share its weights
+model = CARDChatModel(draft_model=None, max_tokens=80).load()  # others share its weights
 
 
 def ask(**options):
-    with CARDChatModel(model=target, max_tokens=80, **options) as other:
+    with CARDChatModel(max_tokens=80, **options) as other:
         answer = other.invoke(edit)
     card = answer.response_metadata["card"]
     print(f"{answer.usage_metadata['output_tokens']} tokens in {card['rounds']} passes")
@@ -265,7 +262,7 @@ for chance in (0.05, 0.6, 0.99):
 # place where it knows something that no other does.
 
 # %%
-together = ask(draft_model=draft, drafters=("ngram", "pairs"))
+together = ask(drafters=("ngram", "pairs"))
 print("same text:", together == plain)
 
 # %% [markdown]

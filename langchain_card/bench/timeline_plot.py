@@ -41,7 +41,7 @@ def plot_timeline(
     count: int = 6,
 ) -> None:
     """Writes the picture that `draw_timeline` draws into a file; the ending of `path` says of what kind."""
-    draw_timeline(timeline, decode, names, first, count).savefig(path, dpi=_DPI)
+    draw_timeline(timeline, decode, names, first, count).savefig(path, dpi=_DPI, bbox_inches="tight")
 
 
 def draw_timeline(
@@ -82,9 +82,8 @@ def draw_timeline(
         _arrow(panel, ms(done.end), lanes[TARGET] + _LANE, ms(step.begin), lanes[step.source], _colour(done))
     if told:
         _explain(panel, ms(rounds[0].begin), ms(told[0][0].end), lanes[TARGET] + _LANE, lanes[told[0][1].source])
-    for done in rounds:
-        _write(panel, done, ms(done.begin), ms(done.end), decode)
-    _label(figure, panel, timeline, lanes, names)
+    used = max(_write(panel, done, ms(done.begin), ms(done.end), decode) for done in rounds)
+    _label(figure, panel, timeline, lanes, names, used)
     return figure
 
 
@@ -112,8 +111,8 @@ def _block(panel: Any, begin: float, end: float, bottom: float, colour: str) -> 
     panel.add_patch(Rectangle((begin, bottom), end - begin - gap, _LANE, color=colour, lw=0))
 
 
-def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[Sequence[int]], str]) -> None:
-    """The tokens of a round below it, in as many rows as they need, each on the colour of who had it first."""
+def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[Sequence[int]], str]) -> int:
+    """The tokens of a round below it, in as many rows as they need, each on the colour of who had it first; the rows."""
     points = panel.get_position().width * _WIDTH * 72
     letter = _SIZE * _ASPECT * panel.get_xlim()[1] / points
     across = max(1, int((end - begin) / letter) - 1)
@@ -124,13 +123,14 @@ def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[
             row, column = row + 1, 0
         if row == _ROWS:
             panel.text(begin, -0.25 - row * _ROW, "…", size=_SIZE)
-            return
+            break
         text = text if len(text) <= across else text[: across - 1] + "…"
         left, top = begin + column * letter, -0.25 - row * _ROW
         colour = GUESSED if source else OWN
         panel.add_patch(Rectangle((left, top - 0.22), (len(text) - 0.1) * letter, 0.25, color=colour, lw=0))
         panel.text(left, top - 0.16, text, family="monospace", size=_SIZE, parse_math=False)
         column += len(text)
+    return row + 1
 
 
 def _visible(text: str) -> str:
@@ -139,15 +139,17 @@ def _visible(text: str) -> str:
     return "".join(char if font.get_char_index(ord(char)) else "▯" for char in text.translate(_SHOWN))
 
 
-def _label(figure: Any, panel: Any, timeline: Timeline, lanes: Mapping[str, float], names: Mapping[str, str]) -> None:
+def _label(
+    figure: Any, panel: Any, timeline: Timeline, lanes: Mapping[str, float], names: Mapping[str, str], rows: int
+) -> None:
     for lane, bottom in lanes.items():
         role = "target" if lane == TARGET else "draft"
-        text = f"{role}: {names.get(lane, lane)}\nbusy {timeline.busy(lane):.0%}"
+        text = f"{role}\n{names.get(lane, lane)}\nbusy {timeline.busy(lane):.0%}"
         panel.text(
             -0.01, bottom + _LANE / 2, text, size=7.5, ha="right", va="center", transform=panel.get_yaxis_transform()
         )
     panel.text(-0.01, -0.35, "the answer", size=7.5, ha="right", va="center", transform=panel.get_yaxis_transform())
-    panel.set_ylim(-0.45 - _ROW * _ROWS, max(lanes.values()) + _LANE + 0.1)
+    panel.set_ylim(-0.45 - _ROW * rows, max(lanes.values()) + _LANE + 0.1)
     panel.set_yticks([])
     panel.tick_params(labelsize=7)
     panel.set_xlabel("milliseconds", size=7.5)

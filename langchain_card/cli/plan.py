@@ -129,7 +129,7 @@ def _run_stacks(args: argparse.Namespace, case: Case, every: list[Plan]) -> dict
     plain = next(plan for plan in every if len(plan.levels) == 1)
     print(f"\nmeasuring {len(tried)} of them and plain decoding, in turns ...", flush=True)
     found = times_plain(fields, case, tried, _texts(args), args.max_tokens)
-    print("times plain decoding, predicted and measured (95 % of the means of such prompts):")
+    print("times plain decoding, predicted and measured (with a 95 % interval of the mean):")
     for plan, seen in zip(tried, found, strict=True):
         shown = f"{seen.value:5.2f} ({seen.low:.2f} to {seen.high:.2f})"
         print(f"  {plain.seconds / plan.seconds:5.2f}  {shown}  {describe(case, plan)}")
