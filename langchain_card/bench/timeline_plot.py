@@ -112,7 +112,7 @@ def _block(panel: Any, begin: float, end: float, bottom: float, colour: str) -> 
 
 
 def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[Sequence[int]], str]) -> int:
-    """The tokens of a round below it, in as many rows as they need, each on the colour of who had it first; the rows."""
+    """The tokens of a round below it, each on the colour of who had it first; how many rows they needed."""
     points = panel.get_position().width * _WIDTH * 72
     letter = _SIZE * _ASPECT * panel.get_xlim()[1] / points
     across = max(1, int((end - begin) / letter) - 1)
