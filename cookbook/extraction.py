@@ -106,8 +106,8 @@ import matplotlib.pyplot as plt
 asked = f"Read the order out of this letter.\n\n{LETTERS[0]}"
 guided = model.bind(response_format=Order)
 runs = {
-    "the target alone": guided.invoke(asked, schedule="plain"),
-    "with drafts and the grammar": guided.invoke(asked),
+    "the target alone": guided.invoke(asked, schedule="plain", tenant="alone"),
+    "with drafts and the grammar": guided.invoke(asked, tenant="drafted"),  # which cannot copy the other's answer
 }
 figure, axes = plt.subplots(figsize=(6, 1.8))
 for name, answer in runs.items():

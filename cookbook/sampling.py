@@ -33,12 +33,12 @@ model = CARDChatModel(max_tokens=60).load()
 # ## One seed, one answer
 #
 # Drawn at temperature 0.9 by the target alone, with the draft before it, and with the draft beside it. The words are the
-# same; the number of target passes is not.
+# same; the number of target passes is not. Each is a *tenant* of its own: else n-grams would copy the answer before.
 
 # %%
 question = "Write a short docstring for a function that merges two sorted lists."
 answers = {
-    schedule: model.invoke(question, temperature=0.9, seed=7, schedule=schedule)
+    schedule: model.invoke(question, temperature=0.9, seed=7, schedule=schedule, tenant=schedule)
     for schedule in ("plain", "sequential", "parallel")
 }
 for schedule, answer in answers.items():

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import tiny
 from rich.console import Console
 
 from langchain_card.cli import main
-from langchain_card.cli.demo import Board, verdict
+from langchain_card.cli.demo import Board, _compare, verdict
 from langchain_card.cli.render import Screen, clean, progress, status
-from langchain_card.core.request import FinishReason, RequestStats
+from langchain_card.config import EngineConfig
+from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
 from langchain_card.detokenizer import Piece
+from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
 from langchain_card.progress import ConsoleProgress
 
@@ -95,6 +98,16 @@ def test_demo_without_a_terminal() -> None:
     assert len({len(row) for row in rows.values()}) == 1, "the table is not aligned"
     assert done.stdout.endswith("identical: yes\n")
     assert "run 8 of 8: plain" in done.stderr
+
+
+def test_no_run_of_the_demo_copies_another(tiny_pairs: dict[str, tuple[str, str]]) -> None:
+    target, draft = tiny_pairs["llama"]
+    prompt_ids = tiny.byte_tokenizer()("def add(a, b):").input_ids
+    with Engine(EngineConfig(target, draft, max_model_len=256)) as engine:
+        runs = _compare(Screen(), engine, prompt_ids, SamplingParams(max_tokens=8))
+        again = engine.submit(prompt_ids, SamplingParams(max_tokens=8, tenant="run 1 of 8: plain")).result()
+    assert again.stats.cached_tokens > 0, "it would be seen"
+    assert [made.stats.cached_tokens for each in runs.values() for made in each] == [0] * 8
 
 
 @pytest.mark.parametrize(

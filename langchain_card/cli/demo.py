@@ -110,17 +110,20 @@ def _show(screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: Sam
 def _compare(
     screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: SamplingParams
 ) -> dict[Schedule, list[Completion]]:
-    """Answers with every schedule in turn, forth and back, and draws the table."""
+    """Answers with every schedule in turn, forth and back, and draws the table.
+
+    Each run is a tenant of its own: none copies the answer of the one before it, or finds the prompt read.
+    """
     board = Board()
     live = Live(board, console=screen.console, refresh_per_second=REFRESH) if screen.is_terminal else None
     with live or contextlib.nullcontext():
         for schedule in ORDER[:-1]:  # auto runs as one of the others
-            warm = replace(params, schedule=schedule, max_tokens=min(WARM_UP, params.max_tokens))
+            warm = replace(params, schedule=schedule, max_tokens=min(WARM_UP, params.max_tokens), tenant="warm-up")
             board.follow("warming up", engine.submit(prompt_ids, warm)).result()
         turns = [*ORDER, *reversed(ORDER)]
         for number, schedule in enumerate(turns, start=1):
             label = f"run {number} of {len(turns)}: {schedule}"
-            generation = engine.submit(prompt_ids, replace(params, schedule=schedule))
+            generation = engine.submit(prompt_ids, replace(params, schedule=schedule, tenant=label))
             completion = board.follow(label, generation).result()
             board.runs[schedule].append(completion)
             if live is None:
