@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[bench,dev,docs]'
 	@touch $@
 
-demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 10 to 15 minutes)
+demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 3 to 15 minutes)
 	@$(BIN)/langchain-card chat --demo
 
 test: setup ## the tests (first time: 93 MB to download; up to an hour on two cores)
