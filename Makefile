@@ -53,8 +53,8 @@ bench: setup ## the real pair: all schedules side by side (about 12 minutes on t
 	@$(BIN)/langchain-card bench
 
 contest: setup ## docs/performance.md: this engine against others on a virtual clock (about half an hour on two cores)
-	@$(BIN)/langchain-card bench --simulate --json docs/performance.json --plot docs/performance.png
-	@$(BIN)/python benchmarks/performance.py
+	@$(BIN)/python -m benchmarks.contest --json docs/performance.json --plot docs/performance.png
+	@$(BIN)/python -m benchmarks.contest.tables
 
 notebooks: setup ## execute the cookbook and store its outputs
 	@$(BIN)/python .ci/notebooks.py

@@ -15,9 +15,11 @@ os.environ |= {"LANGCHAIN_CARD_MODEL": "", "LANGCHAIN_CARD_DRAFT_MODEL": ""}  # 
 from mkdocs.exceptions import PluginError
 
 from langchain_card import CARDChatModel, cli, errors
-from langchain_card.chat import answer, boundary, field_docs, sampling_options
+from langchain_card.chat import answer, field_docs, sampling_options
+from langchain_card.chat import error_mapping as boundary
 from langchain_card.core.request import RequestStats
-from langchain_card.serve import metrics, problems
+from langchain_card.serve import error_bodies as problems
+from langchain_card.serve import metrics
 
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 CALL_WORDS: Mapping[str, str] = {

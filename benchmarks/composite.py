@@ -2,7 +2,7 @@
 
     python benchmarks/composite.py [--device NAME] [--draft-ms MS] [--traces DIR] [--two-devices]
 
-Target and draft model replay recorded texts (`langchain-card bench --record`) with the step times of a measured device;
+Target and draft model replay recorded texts (`benchmarks/contest/record.py`) with the step times of a measured device;
 the n-gram drafter, the coordinator and its controller are the real ones, and learn as they go from text to text. Each
 text is a tenant of its own: n-grams have nothing but its prompt and what was answered. Figures are speed over plain
 decoding, the same on every machine.
@@ -11,19 +11,22 @@ decoding, the same on every machine.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from langchain_card.bench.contenders import Costs
-from langchain_card.bench.contest import CPU_SLOTS, controller
-from langchain_card.bench.devices import load_device
-from langchain_card.bench.traces import Trace, TraceScript, shipped
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.contest.contenders import Costs
+from benchmarks.contest.contest import CPU_SLOTS, controller
+from benchmarks.contest.devices import costs_of, load_device
+from benchmarks.contest.traces import Trace, TraceScript, shipped
 from langchain_card.config import Limits
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.below import Below
-from langchain_card.drafters.ngram import NgramDrafter
+from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.ports import Setting
-from langchain_card.testing.simulated import Simulation
-from langchain_card.testing.toy import ToyDrafter, ToyTarget
+from tests.simulation.simulated import Simulation
+from tests.simulation.toy import ToyDrafter, ToyTarget
 
 METHODS = {
     "n-grams": (False, True, False),
@@ -72,7 +75,7 @@ def main() -> None:
     parser.add_argument("--two-devices", action="store_true", help="draft and target do not share one")
     args = parser.parse_args()
     device, kinds = load_device(args.device), shipped(args.traces)
-    costs = device.costs(1e3 * device.costs().target(1) / args.draft_ms)
+    costs = costs_of(device, 1e3 * costs_of(device).target(1) / args.draft_ms)
     slowdown = None if args.two_devices else device.slowdown
     print(f"{'':30}" + "".join(f"{kind:>8}" for kind in kinds))
     for name, parts in METHODS.items():

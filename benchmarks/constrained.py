@@ -23,8 +23,8 @@ from langchain_card import Engine, EngineConfig, SamplingParams
 from langchain_card.bench import prompts
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.engine.generation import Completion
-from langchain_card.tools.form import FENCED
-from langchain_card.tools.grammar import AnswerShape, answer_grammar
+from langchain_card.text.tool_form import FENCED
+from langchain_card.text.tool_grammar import AnswerShape, answer_grammar
 
 
 class Address(BaseModel):

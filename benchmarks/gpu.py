@@ -26,17 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from langchain_card.bench.contest import card, controller, joined
+from benchmarks.contest.contest import card, controller, joined
+from benchmarks.contest.devices import costs_of
+from benchmarks.contest.traces import shipped
 from langchain_card.bench.devices import Device
-from langchain_card.bench.traces import shipped
 from langchain_card.core import messages as m
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.core.walk import walk
+from langchain_card.core.walk import ExactRule
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.ports import Budget, Constraint
 from langchain_card.runtime.attention import ATTENTION_NAME
-from langchain_card.runtime.graphs import compile_layers
+from langchain_card.runtime.grid_steps import compile_layers
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 
@@ -198,14 +199,15 @@ def strict_equality(bench: Bench, shape: str, tokens: int) -> None:
     rng = random.Random(0)
 
     def write(candidates: Callable[[int], Sequence[int]]) -> list[int]:
-        worker.begin(m.Begin(m.TARGET, Request(0, prompt, SamplingParams(max_tokens=tokens)), "plain"))
+        request = Request(0, prompt, SamplingParams(max_tokens=tokens))
+        worker.begin(m.Begin(m.TARGET, request, "plain"))
         output: list[int] = []
         kept: tuple[int, ...] = ()
         while len(output) < tokens:
             ids = (output[-1] if output else prompt[-1], *candidates(len(output)))
             start = len(prompt) - 1 + len(output)
             window = m.Window(0, len(output), start, ids, tuple(range(-1, len(ids) - 1)), kept)
-            rows, new = walk(window, worker.verify([window])[0].target_ids)
+            rows, new = ExactRule().walk(window, worker.verify([window])[0], request)
             output += new
             kept = tuple(rows)
         worker.end(0)
@@ -232,7 +234,7 @@ def projections(bench: Bench, targets: dict[str, dict[int, float]], draft: dict[
         device = Device(shape, True, "", target, seconds)
         for kind, traces in shipped().items():
             text = [joined(traces)]
-            costs = device.costs()
+            costs = costs_of(device)
             two = costs.target(1) * card(text, costs, "auto", controller())
             one = costs.target(1) * max(
                 card(text, costs, "auto", controller(shared_device=True)),

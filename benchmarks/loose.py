@@ -30,7 +30,7 @@ from tqdm import tqdm
 from langchain_card.config import EngineConfig, Pins
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.prompt import encode
+from langchain_card.text.prompt import encode
 
 RULES = ("exact", "loose", "loose?reading=paper", "loose?quantile=0.5")
 MAX_TOKENS = {"humaneval": 256, "gsm8k": 320}

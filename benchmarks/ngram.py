@@ -20,7 +20,7 @@ from langchain_card.bench import devices
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.costs import CostModel
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.ngram import NgramDrafter
+from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.ports import Budget, Setting
 
 DATA = Path(devices.__file__).parent / "data"

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime.loader import Pair, acquire_model, release_model, resolve
+from langchain_card.models.loader import Pair, acquire_model, release_model, resolve
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import num_cores, use_threads
 

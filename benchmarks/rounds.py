@@ -6,20 +6,24 @@ it may, however unlikely. Three runs do the same things; of each thing the faste
 
 import contextlib
 import gc
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from time import thread_time
 
-from langchain_card.bench.contest import GPU_LIMITS, GPU_SLOTS, Library, joined
-from langchain_card.bench.devices import load_device
-from langchain_card.bench.traces import shipped
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.contest.contest import GPU_LIMITS, GPU_SLOTS, Library, joined
+from benchmarks.contest.devices import costs_of, load_device
+from benchmarks.contest.traces import shipped
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.testing.simulated import Simulation
-from langchain_card.testing.toy import ToyDrafter, ToyTarget
+from tests.simulation.simulated import Simulation
+from tests.simulation.toy import ToyDrafter, ToyTarget
 
 LIMITS = {"default": Limits(), "GPU": GPU_LIMITS}
 EVENTS = {m.Proposed: "take in", m.TargetReady: "query", m.Verified: "commit"}
@@ -63,7 +67,7 @@ class MeteredDrafter(ToyDrafter):
 
 def replay(limits):
     """One run: seconds of each thing, by part, and what came of it."""
-    text, costs = joined(shipped()["code"]), load_device("h200").costs()
+    text, costs = joined(shipped()["code"]), costs_of(load_device("h200"))
     library, meter = Library([text]), Meter(list)
     drafter = MeteredDrafter(library, num_slots=GPU_SLOTS, step_time=costs.draft)
     simulation = Simulation(

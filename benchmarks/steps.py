@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from langchain_card.config import EngineConfig
-from langchain_card.runtime import row_layers
-from langchain_card.runtime.compiled import cores
-from langchain_card.runtime.loader import load_model, resolve
-from langchain_card.runtime.products import empty_levels, multiply
-from langchain_card.runtime.row_stable import RowStablePlan
+from langchain_card.models.loader import load_model, resolve
+from langchain_card.runtime.cpu import row_layers
+from langchain_card.runtime.cpu.compiled import cores
+from langchain_card.runtime.cpu.integer_matmul import empty_levels, multiply
+from langchain_card.runtime.cpu.plan import RowStablePlan
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import num_cores

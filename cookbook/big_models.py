@@ -30,7 +30,7 @@ import torch
 from langchain_card import CARDChatModel, EngineConfig, Limits
 from langchain_card.config import default_draft_model, default_model
 from langchain_card.errors import CARDError
-from langchain_card.runtime.loader import resolve
+from langchain_card.models.loader import resolve
 
 NAMES = {"model": default_model(), "draft_model": default_draft_model()}  # the built-in pair
 GPUS = torch.cuda.device_count()
@@ -117,7 +117,7 @@ answer(2, **spread)
 from transformers import AutoConfig
 
 from langchain_card.runtime.families import empty_model, kv_shape
-from langchain_card.runtime.placement import place, shares
+from langchain_card.models.placement import place, shares
 
 SIZES = {  # hidden, intermediate, layers, heads, heads of keys and values
     "7B": (3584, 18944, 28, 28, 4),

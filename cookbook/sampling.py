@@ -101,7 +101,7 @@ model.close()
 # that an ended request holds nothing; at the end, that an end can be reached from every state.
 
 # %%
-from langchain_card.testing import Scope, exhaust
+from tests.simulation import Scope, exhaust
 
 for scope in (
     Scope("two answers", requests=2, max_tokens=2),

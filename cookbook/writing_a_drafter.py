@@ -152,7 +152,7 @@ import pytest
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what else is installed is not asked
 TEST = """
 from __main__ import {name}
-from langchain_card.testing.contract import DrafterContract
+from langchain_card.testing.calls import DrafterContract
 
 class Test{name}(DrafterContract):
     factory = {name}

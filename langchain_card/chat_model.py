@@ -21,25 +21,25 @@ from typing_extensions import Self, override
 
 from langchain_card._version import __version__
 from langchain_card.chat.answer import Answer, consuming, consuming_in_task
+from langchain_card.chat.answer_shape import answer_shape, named_by_user
 from langchain_card.chat.batches import Batches, join_group
-from langchain_card.chat.boundary import answering, langchain_errors
-from langchain_card.chat.consumers import Consumer, EventStreams
+from langchain_card.chat.error_mapping import answering, langchain_errors
+from langchain_card.chat.progress import ConsoleProgress
+from langchain_card.chat.readers import Consumer, EventStreams
 from langchain_card.chat.reasoning import thinking_of
-from langchain_card.chat.shape import answer_shape, named_by_user
 from langchain_card.chat.siblings import Siblings
 from langchain_card.chat.structured import ToolsAndSchemas
 from langchain_card.constraints.json_schema import ANY_OBJECT
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine.lease import EngineLease
+from langchain_card.engine.shared import EngineLease
 from langchain_card.errors import CARDError
-from langchain_card.progress import ConsoleProgress
-from langchain_card.prompt import encode, to_conversation
-from langchain_card.tools.form import tool_form
-from langchain_card.tools.grammar import AnswerShape, answer_grammar
+from langchain_card.text.prompt import encode, to_conversation
+from langchain_card.text.tool_form import tool_form
+from langchain_card.text.tool_grammar import AnswerShape, answer_grammar
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
-    from langchain_card.runtime.files import Progress
+    from langchain_card.models.files import Progress
 
 
 @functools.cache

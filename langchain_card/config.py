@@ -187,9 +187,9 @@ class EngineConfig:
             no steering.
         steering: a transform of the target's logits, by name and perhaps with options; None for none. The answer is
             that of the steered target. What packages add (`ports.Steering`).
-        stack: drafters below the draft model, from the top, each queried by the one above it (`drafters/stacked.py`):
-            names of models or, as the last, of a drafter that needs none; with `?block=4` the one above asks for four
-            candidates at a time. `langchain-card plan` finds out which stack pays.
+        stack: drafters below the draft model, from the top, each queried by the one above it: names of models or, as
+            the last, of a drafter that needs none; with `?block=4` the one above asks for four candidates at a time.
+            `langchain-card plan` finds out which stack pays.
         exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
             `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
             same engine bit for bit; candidates are chains then. What `"default"` promises: docs/concepts/exactness.md.

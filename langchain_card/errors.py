@@ -23,7 +23,7 @@ CARDError
 ```
 
 Each one names the field, the value, the limit that was broken and one hint, and keeps them as attributes. What a chat
-model raises is also of LangChain's own kind: see `chat/boundary.py`.
+model raises is also of LangChain's own kind: see `chat/error_mapping.py`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ Kind: TypeAlias = Literal["drafters", "acceptance", "steering"]
 _BUILTIN: Mapping[Kind, Mapping[str, str]] = {
     "drafters": {
         "forced": "langchain_card.drafters.forced:ForcedDrafter",
-        "ngram": "langchain_card.drafters.ngram:NgramDrafter",
+        "ngram": "langchain_card.drafters.ngram.drafter:NgramDrafter",
     },
     "acceptance": {
         "exact": "langchain_card.core.walk:ExactRule",

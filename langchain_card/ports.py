@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from typing_extensions import Self
 
 from langchain_card.config import Limits
-from langchain_card.core.messages import (
-    Begin,
-    Correct,
-    Effect,
-    Emit,
-    End,
-    Event,
-    Grow,
-    Proposal,
-    Verdict,
-    Window,
-)
+from langchain_card.core.messages import Begin, Correct, Effect, Emit, End, Event, Grow, Proposal, Verdict, Window
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.core.walk import AcceptanceRule as AcceptanceRule
 from langchain_card.errors import InvalidInputError

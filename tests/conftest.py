@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
+from langchain_card.models.store import default_cache
 from langchain_card.runtime import threads
-from langchain_card.runtime.store import default_cache
-
-SMALL = "smollm2-135m"
+from tests.support import SMALL, tiny
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 Where the target would have said another token than the draft, but was in doubt, and agrees with all that the draft
 says next, the draft's token is *rescued*: it stays in the answer, in the place of the target's own. What comes of it
 reads well and may say something else: type hints that were asked for are dropped where the code around them is the
-same (tests/test_loose_real.py). The answer is not what the target would have written.
+same (tests/acceptance/test_loose_real.py). The answer is not what the target would have written.
 
 Paper and released code differ, so both readings are here:
 
@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 from langchain_card.checks import check_choice, check_range
-from langchain_card.control_tokens import control_tokens
 from langchain_card.core.messages import Verdict, Window
 from langchain_card.core.request import Request
 from langchain_card.core.walk import children
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Setting
+from langchain_card.text.control_tokens import control_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

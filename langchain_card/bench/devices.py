@@ -1,4 +1,4 @@
-"""Step-time curves of a kind of device, from a file: measured by `langchain-card bench --steps`, or estimated."""
+"""Step-time curves of a target and a draft on a kind of device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-
-from langchain_card.bench.contenders import Costs
-from langchain_card.errors import InvalidInputError
-
-FOLDER = Path(__file__).parent / "data" / "devices"
 
 
 @dataclass(frozen=True)
@@ -36,11 +31,6 @@ class Device:
     draft: Mapping[int, float]
     slowdown: tuple[float, float] = (1.0, 1.0)
 
-    def costs(self, c: float | None = None) -> Costs:
-        """Curves in seconds, the draft's stretched so that a target pass over one row lasts `c` of its steps."""
-        stretch = 1.0 if c is None else line(self.target, 1) / (c * line(self.draft, 1))
-        return Costs(draft=lambda rows: stretch * line(self.draft, rows), target=lambda rows: line(self.target, rows))
-
     @property
     def ratio(self) -> float:
         """Target pass / draft step, a row each."""
@@ -49,27 +39,6 @@ class Device:
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-
-def load_device(name: str) -> Device:
-    """A shipped device by name, or one of your own by its file.
-
-    Raises:
-        InvalidInputError: there is none, or it is not whole.
-    """
-    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
-    try:
-        row = json.loads(path.read_text())
-        target, draft = (
-            {int(rows): float(seconds) for rows, seconds in row[side].items()} for side in ("target", "draft")
-        )
-        slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
-        for curve in (target, draft):
-            check_curve(curve, slowdown)
-        return Device(row["name"], row["measured"], row["source"], rising(target), rising(draft), slowdown)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
-        raise InvalidInputError("device", name, f"cannot be read ({error!r})", f"known: {known}") from error
 
 
 def check_curve(curve: Mapping[int, float], slowdown: tuple[float, ...] = ()) -> None:

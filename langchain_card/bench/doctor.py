@@ -11,15 +11,15 @@ import torch
 
 from langchain_card.bench import machine
 from langchain_card.bench.devices import Device, line
-from langchain_card.bench.record import asked_as_user
+from langchain_card.bench.teacher_forced import asked_as_user
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
-from langchain_card.runtime.budget import ModelNeeds, free_bytes
-from langchain_card.runtime.loader import ModelSpec, Pair
+from langchain_card.models.budget import ModelNeeds, free_bytes
+from langchain_card.models.loader import ModelSpec, Pair
 from langchain_card.runtime.threads import num_cores
 
 _GIB = 1 << 30
@@ -66,7 +66,7 @@ def about_kernels(pair: Pair) -> Iterator[str]:
         if tokens := machine.proposed_of(spec):
             yield f"It proposes the most frequent {tokens}."
     if pair.target.form == "int8":
-        from langchain_card.runtime.product_kernel import instructions
+        from langchain_card.runtime.cpu.matmul_kernel import instructions
 
         kind = instructions()
         slower = "" if kind == "avx512vnni" else ", which is slower than AVX-512 VNNI"
@@ -99,7 +99,7 @@ def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
 
 
 def _has_int8() -> bool:
-    from langchain_card.runtime.product_kernel import instructions
+    from langchain_card.runtime.cpu.matmul_kernel import instructions
 
     return instructions() is not None
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from langchain_card.bench.machine import proposed_of, words_of
-from langchain_card.bench.names import DRAFTS, PEERS, PLAIN, SCHEDULES
+from langchain_card.bench.method import Method, PeakMemory, Run
+from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES
 from langchain_card.bench.peers import Peer
-from langchain_card.bench.runs import Method, PeakMemory, Run
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError
-from langchain_card.runtime.loader import Pair, resolve
+from langchain_card.models.loader import Pair, resolve
 
 
 @dataclass(frozen=True)

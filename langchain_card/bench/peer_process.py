@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from langchain_card.bench.names import PEERS
-from langchain_card.bench.runs import PeakMemory, Run
+from langchain_card.bench.method import PeakMemory, Run
+from langchain_card.bench.method_table import PEERS
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
-from langchain_card.runtime.loader import ModelSpec, Pair, load_model, resolve
-from langchain_card.runtime.store import ModelStore
+from langchain_card.models.loader import ModelSpec, Pair, load_model, resolve
+from langchain_card.models.store import ModelStore
 from langchain_card.runtime.threads import num_cores, use_threads
 
 _Generate: TypeAlias = Callable[[Sequence[Sequence[int]]], Run]
@@ -79,7 +79,7 @@ def _load(spec: ModelSpec) -> Any:
 
     model = load_model(replace(spec, draft=False, compiled=False), fused=False)
     if spec.draft and spec.form == "int8":
-        from langchain_card.runtime import int4
+        from langchain_card.runtime.cpu import int4
 
         int4.to_4_bits(model)
     model.set_attn_implementation("sdpa")

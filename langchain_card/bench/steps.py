@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from langchain_card.bench.devices import Device
-from langchain_card.bench.record import borrowed
+from langchain_card.bench.teacher_forced import borrowed
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
+from langchain_card.models.loader import resolve
 from langchain_card.runtime.kv_cache import KVCache
-from langchain_card.runtime.loader import resolve
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, use_threads

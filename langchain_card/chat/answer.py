@@ -17,13 +17,13 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_card.chat.reasoning import Thoughts, hidden_marks, thinking_of
 from langchain_card.core.messages import TokenLogprob
 from langchain_card.core.request import FinishReason, RequestStats
-from langchain_card.detokenizer import Piece
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationTimeoutError
-from langchain_card.prompt import BEYOND_REPAIR
-from langchain_card.runtime.tokenizer import token_bytes
-from langchain_card.tools.grammar import AnswerShape
-from langchain_card.tools.reader import CallPart, CallReader, Part
+from langchain_card.models.tokenizer import token_bytes
+from langchain_card.text.call_reader import CallPart, CallReader, Part
+from langchain_card.text.detokenizer import Piece
+from langchain_card.text.prompt import BEYOND_REPAIR
+from langchain_card.text.tool_grammar import AnswerShape
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from langchain_card.config import (
     default_draft_model,
     default_model,
 )
-from langchain_card.runtime.store import ModelStore
+from langchain_card.models.store import ModelStore
 
 
 class EngineOptions(BaseModel):

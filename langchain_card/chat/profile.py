@@ -6,7 +6,7 @@ from langchain_core.language_models.model_profile import ModelProfile
 
 from langchain_card.chat.reasoning import OPEN
 from langchain_card.config import EngineConfig
-from langchain_card.runtime.headers import DEFAULT_MAX_LEN, chat_template, context_length
+from langchain_card.models.headers import DEFAULT_MAX_LEN, chat_template, context_length
 
 
 def profile_of(config: EngineConfig) -> ModelProfile:

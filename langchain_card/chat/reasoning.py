@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from langchain_card.tools.form import BLANKS, MAX_BLANKS
-from langchain_card.tools.grammar import Thinking
+from langchain_card.text.tool_form import BLANKS, MAX_BLANKS
+from langchain_card.text.tool_grammar import Thinking
 
 OPEN, CLOSE = "<think>", "</think>"
 """Around thoughts, in the templates of Qwen 3, DeepSeek R1 and models made after them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from langchain_card.config import EngineConfig
-from langchain_card.engine.lease import EngineLease
+from langchain_card.engine.shared import EngineLease
 
 
 class Siblings:

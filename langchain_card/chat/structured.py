@@ -14,8 +14,8 @@ from langchain_core.runnables import Runnable, RunnableBranch, RunnableMap, Runn
 from langchain_core.tools import BaseTool
 from typing_extensions import override
 
-from langchain_card.chat.boundary import langchain_errors
-from langchain_card.chat.contract import ChatContract
+from langchain_card.chat.base import ChatContract
+from langchain_card.chat.error_mapping import langchain_errors
 from langchain_card.chat.parameters import is_pydantic
 from langchain_card.chat.schemas import response_format_dict, tool_choice_form, tool_dict, tool_dicts
 from langchain_card.checks import check_choice

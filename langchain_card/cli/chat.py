@@ -75,13 +75,13 @@ def _run_demo(config: EngineConfig, params: SamplingParams, opening: list[dict[s
 
 def load(screen: Screen, config: EngineConfig, observe: Observer | None = None) -> Engine:
     """Brings the models here where needed, loads them, and shows how far it is; `observe` sees the engine's work."""
-    from langchain_card.progress import ConsoleProgress
+    from langchain_card.chat.progress import ConsoleProgress
 
     with screen.waiting("loading torch and transformers"):
         from transformers.utils import logging
 
         from langchain_card.engine.engine import Engine
-        from langchain_card.runtime.loader import resolve
+        from langchain_card.models.loader import resolve
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -154,7 +154,7 @@ class Chat:
             return None
 
     def _answer(self, text: str) -> None:
-        from langchain_card.prompt import encode
+        from langchain_card.text.prompt import encode
 
         question, model = {"role": "user", "content": text}, self._engine.config.model
         try:

@@ -19,8 +19,8 @@ from langchain_card.cli.render import REFRESH, Screen, progress, share, status
 from langchain_card.config import EngineConfig, Schedule, lossy_note
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.errors import InvalidInputError
-from langchain_card.runtime.download import BUILTINS
-from langchain_card.runtime.store import ModelStore
+from langchain_card.models.download import BUILTINS
+from langchain_card.models.store import ModelStore
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
@@ -67,7 +67,7 @@ def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: l
     if config.draft_model is None:
         raise InvalidInputError("draft_model", "none", "the demo compares ways to draft", 'use a model, or "ngram"')
     screen.say(_plan(config) + "\n")
-    from langchain_card.prompt import encode
+    from langchain_card.text.prompt import encode
 
     with load(screen, config) as engine:
         question = {"role": "user", "content": PROMPT}

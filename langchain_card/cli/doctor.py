@@ -25,16 +25,16 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what was found; errors of the package rise to `main`, with what was found before them printed."""
     from langchain_card.bench import doctor, prompts
-    from langchain_card.bench.record import borrowed
     from langchain_card.bench.steps import measure
+    from langchain_card.bench.teacher_forced import borrowed
+    from langchain_card.chat.progress import ConsoleProgress
     from langchain_card.cli.chat import load
     from langchain_card.cli.fields import drafter_fields, engine_fields
     from langchain_card.cli.render import Screen
     from langchain_card.config import EngineConfig
-    from langchain_card.engine.drafts import SCRATCH
-    from langchain_card.progress import ConsoleProgress
-    from langchain_card.runtime.budget import check_budget
-    from langchain_card.runtime.loader import resolve
+    from langchain_card.engine.drafter_hosts import SCRATCH
+    from langchain_card.models.budget import check_budget
+    from langchain_card.models.loader import resolve
 
     screen = Screen()
 

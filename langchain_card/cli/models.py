@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.progress import ConsoleProgress, megabytes
+from langchain_card.chat.progress import ConsoleProgress, megabytes
 
 if TYPE_CHECKING:
-    from langchain_card.runtime.store import ModelStore
+    from langchain_card.models.store import ModelStore
 
 
 def register(subparsers: Any) -> None:
@@ -25,7 +25,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out one action; errors of the package rise to `main`."""
-    from langchain_card.runtime.store import ModelStore
+    from langchain_card.models.store import ModelStore
 
     store = ModelStore()
     if args.action == "list":

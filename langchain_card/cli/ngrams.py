@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from langchain_card.chat.progress import ConsoleProgress, megabytes
 from langchain_card.checks import check_range
 from langchain_card.config import default_model
 from langchain_card.errors import InvalidInputError
-from langchain_card.progress import ConsoleProgress, megabytes
 
 MAX_FILE_BYTES = 1 << 20
 MAX_TEXT_BYTES = 1 << 26
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Count and write; errors of the package rise to `main`."""
     import numpy as np
 
-    from langchain_card.drafters.ngram_frozen import MAX_BYTES, count, write
-    from langchain_card.runtime.tokenizer import load_tokenizer
+    from langchain_card.drafters.ngram.frozen import MAX_BYTES, count, write
+    from langchain_card.models.tokenizer import load_tokenizer
 
     check_range("--max-bytes", args.max_bytes, 1024, MAX_BYTES)
     if not args.folder.is_dir():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_card.bench.bounds import Measured
-    from langchain_card.bench.levels import Levels
+    from langchain_card.bench.measure_levels import Levels
     from langchain_card.bench.plan import Case, Plan
 
 
@@ -33,7 +33,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the levels, plan, and measure what was planned."""
-    from langchain_card.bench.levels import read_levels
+    from langchain_card.bench.measure_levels import read_levels
     from langchain_card.bench.plan import stacks
     from langchain_card.checks import check_range
     from langchain_card.cli.fields import check_output
@@ -81,7 +81,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 
 def _measure_levels(args: argparse.Namespace) -> Levels:
-    from langchain_card.bench.levels import measure
+    from langchain_card.bench.measure_levels import measure
     from langchain_card.cli.fields import engine_fields
     from langchain_card.config import NGRAM, EngineConfig
 

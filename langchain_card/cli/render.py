@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from langchain_card.core.request import RequestStats
-    from langchain_card.detokenizer import Piece
     from langchain_card.engine.generation import Generation
     from langchain_card.errors import CARDError
+    from langchain_card.text.detokenizer import Piece
 
 REFRESH = 10  # times a second
 _STYLES = {"": "default", "ngram": "yellow"}

@@ -114,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 def _model(args: argparse.Namespace, config: EngineConfig, fields: dict[str, Any]) -> CARDChatModel:
     from langchain_card.chat_model import CARDChatModel
-    from langchain_card.runtime.store import ModelStore
+    from langchain_card.models.store import ModelStore
 
     for field, name in (("--model", config.model), ("--draft-model", config.draft_model if config.has_draft else None)):
         if name is not None:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     params.check(config.limits)
     screen, tracer = Screen(), Tracer()
     with load(screen, config, tracer) as engine:
-        from langchain_card.bench.record import asked_as_user
+        from langchain_card.bench.teacher_forced import asked_as_user
         from langchain_card.drafters.model import ModelDrafter
 
         prompt_ids = asked_as_user(engine, args.prompt or PROMPT)

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.admission import Admission
-from langchain_card.core.intake import Intake
-from langchain_card.core.passes import Passes
+from langchain_card.core.drafter_state import well_typed
+from langchain_card.core.lifecycle import Admission
+from langchain_card.core.pass_timing import Passes
 from langchain_card.core.policy import Policy
+from langchain_card.core.proposals import Intake
 from langchain_card.core.query import Query, Source
 from langchain_card.core.request import FinishReason, Request
 from langchain_card.core.scheduler import Scheduler
-from langchain_card.core.sources import well_typed
 from langchain_card.core.state import RequestState
 from langchain_card.core.walk import AcceptanceRule, ExactRule, committed, cut
 from langchain_card.core.workers import Workers

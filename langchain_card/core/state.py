@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from langchain_card.config import Schedule
 from langchain_card.core.candidates import CandidateTree
+from langchain_card.core.drafter_state import SourceState
 from langchain_card.core.messages import Proposal, Window
 from langchain_card.core.request import Request, RequestStats
-from langchain_card.core.sources import SourceState
 
 
 @dataclass(slots=True, eq=False)

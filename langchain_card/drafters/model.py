@@ -23,16 +23,16 @@ from torch import Tensor
 
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
-from langchain_card.drafters.below import Below
-from langchain_card.drafters.stacked import Block, query
+from langchain_card.drafters.draft_step import Block, query
+from langchain_card.drafters.lower_level import Below
 from langchain_card.drafters.tree import MIN_CHANCE, NUM_CHILDREN, DraftTree
+from langchain_card.models.vocabulary import VocabularyMap
 from langchain_card.ports import Budget, Constraint
 from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import Sampler
-from langchain_card.runtime.vocabulary import VocabularyMap
 
 CATCH_UP_ROWS = 16
 """Committed tokens up to this many are read together with the next step; more are read as a prompt is."""

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from langchain_card.core.drafter_state import makes_sense
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
-from langchain_card.core.sources import makes_sense
-from langchain_card.engine.watch import StepWatch
+from langchain_card.engine.liveness import StepWatch
 from langchain_card.errors import is_out_of_memory
 from langchain_card.ports import Budget, DraftCommand, Drafter, Health
 

@@ -14,7 +14,7 @@ from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.request import FinishReason
 from langchain_card.engine.inbox import Inbox
-from langchain_card.engine.watch import StepWatch
+from langchain_card.engine.liveness import StepWatch
 from langchain_card.errors import EngineClosedError, EngineError, is_out_of_memory
 from langchain_card.ports import Clock, Consumer, Health, Observer, Target, Transport
 

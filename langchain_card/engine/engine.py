@@ -18,20 +18,20 @@ from typing_extensions import Self
 from langchain_card.config import EngineConfig, lossy_note
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.detokenizer import Detokenizer
-from langchain_card.engine.assembly import start_driver
-from langchain_card.engine.drafts import SCRATCH
+from langchain_card.engine.build import start_driver
+from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
+from langchain_card.models.budget import check_budget
+from langchain_card.models.files import Progress, Silent
+from langchain_card.models.loader import Pair, resolve
+from langchain_card.models.registry import Registry
 from langchain_card.ports import Backend, Health, Observer
-from langchain_card.runtime.budget import check_budget
-from langchain_card.runtime.files import Progress, Silent
-from langchain_card.runtime.loader import Pair, resolve
-from langchain_card.runtime.registry import Registry
+from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from langchain_card.engine.supervisor import Supervisor
+    from langchain_card.engine.isolated.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Engine:
 
     def _supervise(self, held: contextlib.ExitStack, progress: Progress) -> Supervisor:
         """Loads everything in a process of its own."""
-        from langchain_card.engine.supervisor import Supervisor  # needs msgspec
+        from langchain_card.engine.isolated.supervisor import Supervisor  # needs msgspec
 
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
         supervisor = Supervisor(self.config)

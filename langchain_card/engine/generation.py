@@ -13,7 +13,7 @@ from typing import Any
 
 from langchain_card.core.messages import Emit, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
-from langchain_card.detokenizer import Detokenizer, Piece
+from langchain_card.text.detokenizer import Detokenizer, Piece
 
 _WAKE_SECONDS = 0.1
 """How long a blocked consumer sleeps before it looks for signals such as ctrl-c."""

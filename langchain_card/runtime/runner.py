@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from langchain_card.runtime.families import decoder_layers, kv_shape
-from langchain_card.runtime.graphs import GridSteps
+from langchain_card.runtime.grid_steps import GridSteps
 from langchain_card.runtime.kv_cache import KVCache, KVPool
 from langchain_card.runtime.rows import Rows
 
@@ -69,10 +69,10 @@ class ModelRunner:
             capture = execution != "eager" and self.device.type == "cuda" and len(set(devices)) == 1
             self._grids = GridSteps(model, self.pool, window=self._sliding_window, capture=capture, width=width)
         else:
-            from langchain_card.runtime import row_stable  # with a compiler, which grids do not need
+            from langchain_card.runtime.cpu import plan  # with a compiler, which grids do not need
 
-            row_stable.prepare(self.pool.layers[0].dtype)
-            self._row_stable = row_stable
+            plan.prepare(self.pool.layers[0].dtype)
+            self._row_stable = plan
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from langchain_card._version import __version__
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.errors import CARDError
-from langchain_card.serve.following import ClientLeft
+from langchain_card.serve.error_bodies import Problem, Refused, validation_problem
 from langchain_card.serve.guard import Guard
 from langchain_card.serve.health import health_routes
 from langchain_card.serve.metrics import CLIENT_LEFT, Counting
@@ -23,9 +23,9 @@ from langchain_card.serve.openai.chat import chat_routes
 from langchain_card.serve.openai.completions import completion_routes
 from langchain_card.serve.openai.models import model_routes
 from langchain_card.serve.page import PAGE_PATHS, page_routes
-from langchain_card.serve.problems import Problem, Refused, validation_problem
 from langchain_card.serve.service import Service
 from langchain_card.serve.settings import Settings
+from langchain_card.serve.waiting import ClientLeft
 
 _PROMPTS = {"/v1/chat/*": "messages", "/card/*batch": "inputs", "/card/*": "input"}
 """By path: the field that holds the prompt."""
@@ -69,7 +69,7 @@ def _remote_routes() -> list[Callable[[Service], APIRouter]]:
     """LangServe's, where it is installed."""
     if find_spec("langserve") is None:
         return []
-    from langchain_card.serve.remote.routes import remote_routes
+    from langchain_card.serve.langserve.routes import remote_routes
 
     return [remote_routes]
 

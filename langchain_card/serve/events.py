@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
-from langchain_card.serve.problems import Problem
+from langchain_card.serve.error_bodies import Problem
 
 KEEP_ALIVE = b": still there\n\n"
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}

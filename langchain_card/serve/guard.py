@@ -11,7 +11,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from langchain_card.serve.problems import CLOSED, INTERNAL, Problem, Refused
+from langchain_card.serve.error_bodies import CLOSED, INTERNAL, Problem, Refused
 from langchain_card.serve.service import Service
 
 _HEADERS = {

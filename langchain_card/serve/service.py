@@ -10,17 +10,17 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
-from langchain_card.chat.consumers import Consumer
+from langchain_card.chat.readers import Consumer
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.checks import check_range
 from langchain_card.core.messages import TARGET
 from langchain_card.errors import EngineClosedError, InvalidInputError
 from langchain_card.ports import Health
+from langchain_card.serve.error_bodies import INTERNAL, Problem, Refused, problem_of
 from langchain_card.serve.events import KEEP_ALIVE, OPENAI, EventStream, Wire
-from langchain_card.serve.following import ClientLeft, Following
 from langchain_card.serve.metrics import CLIENT_LEFT, EngineState, Metrics
-from langchain_card.serve.problems import INTERNAL, Problem, Refused, problem_of
 from langchain_card.serve.settings import Settings
+from langchain_card.serve.waiting import ClientLeft, Following
 
 T = TypeVar("T")
 

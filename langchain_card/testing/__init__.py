@@ -1,46 +1,16 @@
-"""For tests of this package and of plug-ins: toy models, a simulated world, and an explorer of interleavings.
+"""Tests for drafters that other packages write: `DrafterConformance`, and the plain loop that it compares with.
 
-`DrafterConformance`, the suite of plug-ins, needs the extra `testing` (pytest), and is imported when first used.
+`DrafterConformance` needs the extra `testing` (pytest) and is imported when it is first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.testing.explorer import (
-    Coverage,
-    PriorityChooser,
-    RandomChooser,
-    RecordedChooser,
-    Violation,
-    exhaust,
-    replay,
-    run,
-)
-from langchain_card.testing.scope import Scope
-from langchain_card.testing.toy import FixedPolicy, ToyDrafter, ToyModel, ToyTarget
-from langchain_card.testing.world import World
-
 if TYPE_CHECKING:
     from langchain_card.testing.conformance import DrafterConformance
 
-__all__ = [
-    "Coverage",
-    "DrafterConformance",
-    "FixedPolicy",
-    "PriorityChooser",
-    "RandomChooser",
-    "RecordedChooser",
-    "Scope",
-    "ToyDrafter",
-    "ToyModel",
-    "ToyTarget",
-    "Violation",
-    "World",
-    "exhaust",
-    "replay",
-    "run",
-]
+__all__ = ["DrafterConformance"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,10 +29,10 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.ports import Drafter, Setting
 from langchain_card.runtime.threads import single_threaded
-from langchain_card.testing import asked, hostile, naive
-from langchain_card.testing.asked import ARCHS, LETTER_IDS, Asked, Factory
-from langchain_card.testing.contract import DrafterContract
-from langchain_card.testing.ledger import Ledger
+from langchain_card.testing import hostile, naive, prompts
+from langchain_card.testing.accounting import Ledger
+from langchain_card.testing.calls import DrafterContract
+from langchain_card.testing.prompts import ARCHS, LETTER_IDS, Asked, Factory
 from langchain_card.testing.tiny import VOCAB
 
 SCHEDULES: tuple[Schedule, ...] = tuple(each for each in get_args(Schedule) if each != "plain")
@@ -75,15 +75,15 @@ class DrafterConformance(DrafterContract):
     @pytest.mark.parametrize("arch", ARCHS)
     def test_every_answer_is_the_targets_own(self, arch: str) -> None:
         """Greedy and with a seed, under every schedule, several requests at once."""
-        with asked.running(arch, self.wrapped()) as engine:
+        with prompts.running(arch, self.wrapped()) as engine:
             for schedule in SCHEDULES:
                 self._compare_answers(engine, arch, schedule)
 
     def test_the_distribution_is_the_targets_own(self) -> None:
         """Three of six letters, drawn with many seeds, against their exact chances."""
         every = [self._drawn(seed) for seed in range(DRAWN)]
-        with asked.running(ARCHS[0], self.wrapped()) as engine:
-            found = Counter(done.token_ids[1:] for done in asked.answers(engine, every, "sequential"))
+        with prompts.running(ARCHS[0], self.wrapped()) as engine:
+            found = Counter(done.token_ids[1:] for done in prompts.answers(engine, every, "sequential"))
         with single_threaded():
             chances = _chances(every[0])
         strange = found.keys() - chances.keys()
@@ -101,7 +101,7 @@ class DrafterConformance(DrafterContract):
     @pytest.mark.parametrize("lie", hostile.LIES)
     def test_lies_change_nothing(self, lie: str) -> None:
         """What it says is made wrong on its way to the engine."""
-        with asked.running(ARCHS[0], self.wrapped(lambda one, setting: hostile.Lying(one, setting, lie))) as engine:
+        with prompts.running(ARCHS[0], self.wrapped(lambda one, setting: hostile.Lying(one, setting, lie))) as engine:
             for schedule in ("sequential", "parallel"):
                 self._compare_answers(engine, ARCHS[0], schedule, FEW)
             assert all(worker.state == "up" for worker in engine.health().values()), "it failed where it was lied for"
@@ -109,7 +109,7 @@ class DrafterConformance(DrafterContract):
     @pytest.mark.parametrize("failure", hostile.FAILURES)
     def test_failures_cost_speed_only(self, failure: str) -> None:
         """It raises, or has no memory; requests go on."""
-        with asked.running(ARCHS[0], self.wrapped(lambda one, _: hostile.Failing(one, failure))) as engine:
+        with prompts.running(ARCHS[0], self.wrapped(lambda one, _: hostile.Failing(one, failure))) as engine:
             for schedule in ("sequential", "parallel"):
                 self._compare_answers(engine, ARCHS[0], schedule, FEW)
 
@@ -118,10 +118,10 @@ class DrafterConformance(DrafterContract):
     def test_the_accounts_add_up(self) -> None:
         """Whatever was verified was proposed under that very text, and all sums are right."""
         ledger, accepted, verified = Ledger(VOCAB), 0, 0
-        with asked.running(ARCHS[0], self.wrapped()) as engine, ledger.watching(engine):
+        with prompts.running(ARCHS[0], self.wrapped()) as engine, ledger.watching(engine):
             for schedule in SCHEDULES:
                 before = len(ledger.accounts)
-                for i, done in enumerate(asked.answers(engine, self.asked(), schedule), before):
+                for i, done in enumerate(prompts.answers(engine, self.asked(), schedule), before):
                     ledger.check(i, done.stats)
                     accepted, verified = accepted + done.stats.accepted, verified + done.stats.verified
         candidates = sum(account.candidates for account in ledger.accounts.values())
@@ -135,14 +135,14 @@ class DrafterConformance(DrafterContract):
         """On the target's thread, on one of its own, or, if its steps cost device time, in a process of its own."""
         if transport != "process":
             factory = self.wrapped(paced=transport == "thread")
-            with asked.running(ARCHS[0], factory) as engine:
+            with prompts.running(ARCHS[0], factory) as engine:
                 self._compare_answers(engine, ARCHS[0], "parallel")
             return
         if not self.wrapped().paced:
             pytest.skip("it is not paced: it never gets a process of its own")
         if not self.drafter or ("drafters", plugins.name_of(self.drafter)) in plugins._registered:
             pytest.skip("another process finds plug-ins by their entry points: say drafter = 'its-name'")
-        with asked.running(ARCHS[0], draft_model=self.drafter, draft_transport="process") as engine:
+        with prompts.running(ARCHS[0], draft_model=self.drafter, draft_transport="process") as engine:
             self._compare_answers(engine, ARCHS[0], "parallel")
 
     def asked(self) -> tuple[Asked, ...]:
@@ -155,8 +155,8 @@ class DrafterConformance(DrafterContract):
 
     def _compare_answers(self, engine: Engine, arch: str, schedule: Schedule, count: int | None = None) -> None:
         every = self.asked()[:count]
-        for one, done in zip(every, asked.answers(engine, every, schedule), strict=True):
-            wanted = asked.answer(arch, one)
+        for one, done in zip(every, prompts.answers(engine, every, schedule), strict=True):
+            wanted = prompts.answer(arch, one)
             assert done.token_ids == wanted, (
                 f"{arch}, {schedule}, {one.params}: the answer is {done.token_ids}, the target's own is {wanted}"
             )
@@ -164,14 +164,14 @@ class DrafterConformance(DrafterContract):
     def _drawn(self, seed: int) -> Asked:
         prompt_ids = self.asked()[1].prompt_ids
         return Asked(
-            prompt_ids, SamplingParams(max_tokens=3, temperature=1.0, seed=seed, logit_bias=asked.ONLY_LETTERS)
+            prompt_ids, SamplingParams(max_tokens=3, temperature=1.0, seed=seed, logit_bias=prompts.ONLY_LETTERS)
         )
 
 
 @functools.cache
 def _chances(one: Asked) -> dict[tuple[int, ...], float]:
     """Of the last two tokens of every answer, by the target's logits after every text."""
-    own, texts = asked.model(ARCHS[0]), dict[tuple[int, ...], float]({(): 1.0})
+    own, texts = prompts.model(ARCHS[0]), dict[tuple[int, ...], float]({(): 1.0})
     for _ in range(one.params.max_tokens):
         after = dict[tuple[int, ...], float]()
         for text, chance in texts.items():

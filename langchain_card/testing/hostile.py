@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from langchain_card.core.drafter_state import MAX_NUMBER
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
-from langchain_card.core.sources import MAX_NUMBER
 from langchain_card.ports import Budget, Drafter, Setting
-from langchain_card.testing.heard import drawing
+from langchain_card.testing.proposal_checks import drawing
 
 
 class Wrapped:

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from langchain_core.messages import AIMessageChunk
 
-from langchain_card.chat.consumers import Consumer
+from langchain_card.chat.readers import Consumer
 from langchain_card.serve.openai.messages import to_messages
 from langchain_card.serve.openai.objects import ChatChunks, chat_completion
 from langchain_card.serve.openai.requests import STREAMED
 from langchain_card.serve.openai.schemas import ChatRequest
+from langchain_card.serve.parsing import StrictRoute
 from langchain_card.serve.service import Exchange, Service, once
-from langchain_card.serve.strict import StrictRoute
 
 
 def chat_routes(service: Service) -> APIRouter:

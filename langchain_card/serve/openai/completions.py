@@ -11,18 +11,18 @@ from fastapi.responses import JSONResponse
 from langchain_core.messages.ai import UsageMetadata
 
 from langchain_card.chat.answer import consuming_in_task, statistics
-from langchain_card.chat.consumers import Consumer
+from langchain_card.chat.readers import Consumer
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.core.request import RequestStats, SamplingParams
-from langchain_card.detokenizer import Piece
 from langchain_card.engine.generation import Generation
-from langchain_card.prompt import check_length
-from langchain_card.runtime.tokenizer import token_bytes
+from langchain_card.models.tokenizer import token_bytes
 from langchain_card.serve.openai.objects import head, progress, usage
 from langchain_card.serve.openai.requests import STREAMED
 from langchain_card.serve.openai.schemas import CompletionRequest
+from langchain_card.serve.parsing import StrictRoute
 from langchain_card.serve.service import Exchange, Service
-from langchain_card.serve.strict import StrictRoute
+from langchain_card.text.detokenizer import Piece
+from langchain_card.text.prompt import check_length
 
 
 def completion_routes(service: Service) -> APIRouter:

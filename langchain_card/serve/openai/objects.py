@@ -13,9 +13,9 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 
 from langchain_card._version import __version__
-from langchain_card.chat.consumers import Consumer
+from langchain_card.chat.readers import Consumer
 from langchain_card.core.request import RequestStats
-from langchain_card.detokenizer import Piece
+from langchain_card.text.detokenizer import Piece
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:

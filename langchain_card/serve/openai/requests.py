@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from langchain_card.serve.problems import ErrorBody
+from langchain_card.serve.error_bodies import ErrorBody
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request cannot be answered as it is."},

@@ -13,8 +13,8 @@ from typing_extensions import Self
 
 from langchain_card.config import Schedule
 from langchain_card.errors import InvalidInputError
+from langchain_card.serve.parsing import Number, Whole
 from langchain_card.serve.settings import MOST_MESSAGES
-from langchain_card.serve.strict import Number, Whole
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Object = dict[str, Any]

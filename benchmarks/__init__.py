@@ -1,0 +1,1 @@
+"""Scripts that measure; each says in its docstring how it is called."""

@@ -1,0 +1,197 @@
+"""The contest on a virtual clock: this engine, which learns as it goes, against others with their best settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing import get_context
+
+from benchmarks.contest.beams import trace_path
+from benchmarks.contest.contenders import CONTENDERS, Costs, total, tune
+from benchmarks.contest.devices import costs_of
+from benchmarks.contest.traces import Candidates, Trace, TraceScript
+from benchmarks.contest.trees import TreeRun, tree_runs
+from langchain_card.bench.devices import Device
+from langchain_card.config import Limits, Pins, Schedule
+from langchain_card.core.controller import Controller
+from langchain_card.core.policy import Policy
+from langchain_card.core.request import Request, SamplingParams
+from langchain_card.runtime.threads import num_cores
+from tests.simulation.simulated import Answer, Simulation
+from tests.simulation.toy import ToyDrafter, ToyTarget
+
+TOKENS = 1000
+"""Of a text of the contest."""
+
+RATIOS = (1, 2, 4, 8, 16, 32, 64)
+"""Target pass / draft step."""
+
+BATCHES = (1, 4, 16, 64)
+"""Requests at once."""
+
+OTHERS = ("plain", "chain", "card-synchronous", "linear-asynchronous", "outcome-cache")
+WIDTH, BRANCH = 64, 4
+
+GPU_LIMITS = Limits(max_window=64, max_lead=64, max_draft_width=64, max_tree_nodes=16384, max_num_seqs=max(BATCHES))
+GPU_SLOTS, CPU_SLOTS = 4096, 64
+"""Nodes that a draft on its own GPU holds KV for, and one beside its target (`engine.drafts.SCRATCH`)."""
+
+GRID = [
+    *(("parallel", Pins(*pins)) for pins in product((8, 64), (64,), (0, 2, 4, 8, 12, 16))),
+    *(("parallel", Pins(*pins)) for pins in product((64,), (16,), (0, 4, 8))),
+    *(("sequential", Pins(*pins)) for pins in product((64,), (64,), (2, 4, 8, 16))),
+]
+"""Fixed settings of this engine that are tried in hindsight: schedule, width, window, wait."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        trace: kind of text.
+        c: target pass / draft step.
+        method: who.
+        setting: the best one, of who was given the best one.
+        speedup: over plain decoding.
+        ceiling: about what no schedule passes with this draft: a token a draft step, and in one pass of the target all
+            that a tree of 64 layers holds.
+    """
+
+    trace: str
+    c: float
+    method: str
+    setting: str
+    speedup: float
+    ceiling: float
+
+
+class Library:
+    """The scripts of several texts, told apart by their first token."""
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.traces = [replace(trace, prompt_ids=(number,)) for number, trace in enumerate(traces)]
+        self._scripts = [TraceScript(trace, traces) for trace in self.traces]
+
+    def target_token(self, prefix: tuple[int, ...]) -> int:
+        """See `TraceScript`."""
+        return self._scripts[prefix[0]].target_token(prefix)
+
+    def candidates(self, prefix: tuple[int, ...], source: int = 1) -> Candidates:
+        """See `TraceScript`."""
+        return self._scripts[prefix[0]].candidates(prefix, source)
+
+
+def joined(traces: Sequence[Trace], tokens: int = TOKENS) -> Trace:
+    """One long text of several."""
+    fields = (
+        (x for trace in traces for x in getattr(trace, name)) for name in ("token_ids", "draft_ids", "draft_logs")
+    )
+    ids, draft_ids, draft_logs = (tuple(field)[:tokens] for field in fields)
+    return Trace((0,), ids, draft_ids, draft_logs)
+
+
+def card(
+    traces: Sequence[Trace],
+    costs: Costs,
+    schedule: Schedule,
+    policy: Policy,
+    *,
+    limits: Limits = GPU_LIMITS,
+    num_slots: int = GPU_SLOTS,
+    slowdown: tuple[float, float] = (1.0, 1.0),
+) -> float:
+    """Tokens per second of this engine over texts that are asked for at once, learning included."""
+    library = Library(traces)
+    target = ToyTarget(library, costs.target)
+    drafter = ToyDrafter(library, step_time=costs.draft, num_slots=num_slots)
+    requests = [
+        Request(i, trace.prompt_ids, SamplingParams(max_tokens=len(trace.token_ids), schedule=schedule))
+        for i, trace in enumerate(library.traces)
+    ]
+    simulation = Simulation(target, drafter, policy, limits, slowdown)
+    answers: list[Answer] = simulation.run(requests)
+    for answer, trace in zip(answers, traces, strict=True):
+        assert tuple(answer.token_ids) == trace.token_ids, "a simulated answer is not the recorded one"
+    return sum(len(trace.token_ids) for trace in traces) / simulation.now
+
+
+def controller(pins: Pins | None = None, *, shared_device: bool = False, limits: Limits = GPU_LIMITS) -> Controller:
+    """One that has learnt nothing yet."""
+    return Controller(shared_device=shared_device, limits=limits, pins=pins or Pins())
+
+
+def cell(name: str, traces: Sequence[Trace], trees: Sequence[TreeRun], device: Device, c: float) -> list[Row]:
+    """All methods over one kind of text at one ratio, on devices of their own."""
+    costs, text = costs_of(device, c), joined(traces)
+    path = [trace_path(text, traces, WIDTH, BRANCH)]
+    boundless = total(CONTENDERS["tree"][0], path, Costs.constant(1e6), 64)
+    ceiling = min(c, boundless.tokens / boundless.calls)
+    found: list[tuple[str, str, float]] = []
+    for method in OTHERS:
+        contender, settings = CONTENDERS[method]
+        setting = tune(contender, path, costs, settings)
+        found.append((method, str(setting), total(contender, path, costs, setting).speedup(costs)))
+    tree = max(trees, key=lambda run: run.speedup(costs))
+    found.append(("tree", "depth {}, width {}, window {}".format(*tree.setting), tree.speedup(costs)))
+    plain = costs.target(1)
+    fixed = [(plain * card([text], costs, s, controller(p)), s, p) for s, p in GRID]  # type: ignore[arg-type]
+    best, schedule, pins = max(fixed, key=lambda entry: entry[0])
+    found.append(("card-fixed", f"{schedule}, width {pins.draft_width}, {pins.window} rows, lead {pins.lead}", best))
+    found.append(("card", "", plain * card([text], costs, "auto", controller())))
+    limits = Limits()
+    smaller = card([text], costs, "auto", controller(limits=limits), limits=limits, num_slots=CPU_SLOTS)
+    found.append(("card-default", "", plain * smaller))
+    return [Row(name, c, method, setting, speedup, ceiling) for method, setting, speedup in found]
+
+
+def shared_cell(name: str, traces: Sequence[Trace], device: Device) -> list[Row]:
+    """Both models on one device that each slows down for the other."""
+    costs, text, limits = costs_of(device), joined(traces), Limits()
+
+    def run(schedule: Schedule) -> float:
+        policy = controller(shared_device=True, limits=limits)
+        return costs.target(1) * card(
+            [text], costs, schedule, policy, limits=limits, num_slots=CPU_SLOTS, slowdown=device.slowdown
+        )
+
+    schedules: tuple[Schedule, ...] = ("plain", "sequential", "parallel", "auto")
+    methods = ("plain", "sequential", "parallel", "card")
+    return [
+        Row(f"{name}, one {device.name}", device.ratio, method, "", run(schedule), device.ratio + 1)
+        for method, schedule in zip(methods, schedules, strict=True)
+    ]
+
+
+def batch_cell(name: str, traces: Sequence[Trace], device: Device, c: float, count: int) -> list[Row]:
+    """Several requests at once, verified together."""
+    costs = costs_of(device, c)
+    texts = [traces[i % len(traces)] for i in range(count)]
+    plain, ours = (card(texts, costs, schedule, controller()) for schedule in ("plain", "auto"))
+    title = f"{name}, {count} at once"
+    return [Row(title, c, "plain", "", 1.0, c), Row(title, c, "card", "", ours / plain, c)]
+
+
+def contest(kinds: dict[str, list[Trace]], gpu: Device, cpu: Device, ratios: Sequence[float]) -> Iterator[list[Row]]:
+    """Cell by cell, as many at once as there are cores.
+
+    Args:
+        kinds: traces by kind of text.
+        gpu: where each model has a device of its own.
+        cpu: which they share.
+        ratios: target pass / draft step on the former.
+    """
+    with ProcessPoolExecutor(num_cores(), mp_context=get_context("spawn")) as pool:
+        trees = dict(zip(kinds, pool.map(tree_runs, map(joined, kinds.values())), strict=True))
+        jobs: list[tuple[Callable[..., list[Row]], tuple[object, ...]]] = [
+            *((cell, (name, kinds[name], trees[name], gpu, c)) for name, c in product(kinds, ratios)),
+            *((shared_cell, (name, kinds[name], cpu)) for name in kinds),
+            *((batch_cell, (name, kinds[name], gpu, 8.0, count)) for name, count in product(kinds, BATCHES)),
+        ]
+        try:
+            for future in [pool.submit(job, *args) for job, args in jobs]:
+                yield future.result()
+        finally:  # also when whoever reads this leaves
+            pool.shutdown(wait=False, cancel_futures=True)

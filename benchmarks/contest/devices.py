@@ -1,0 +1,39 @@
+"""Devices of the contest: step-time curves from a file, measured by `langchain-card bench --steps` or estimated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.contest.contenders import Costs
+from langchain_card.bench.devices import Device, check_curve, line, rising
+from langchain_card.errors import InvalidInputError
+
+FOLDER = Path(__file__).parent / "data" / "devices"
+
+
+def load_device(name: str) -> Device:
+    """A shipped device by name, or one of your own by its file.
+
+    Raises:
+        InvalidInputError: there is none, or it is not whole.
+    """
+    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    try:
+        row = json.loads(path.read_text())
+        target, draft = (
+            {int(rows): float(seconds) for rows, seconds in row[side].items()} for side in ("target", "draft")
+        )
+        slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
+        for curve in (target, draft):
+            check_curve(curve, slowdown)
+        return Device(row["name"], row["measured"], row["source"], rising(target), rising(draft), slowdown)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
+        raise InvalidInputError("device", name, f"cannot be read ({error!r})", f"known: {known}") from error
+
+
+def costs_of(device: Device, c: float | None = None) -> Costs:
+    """Return a device's curves in seconds; with `c` the draft's are stretched so that a target pass lasts `c` steps."""
+    stretch = 1.0 if c is None else line(device.target, 1) / (c * line(device.draft, 1))
+    return Costs(draft=lambda rows: stretch * line(device.draft, rows), target=lambda rows: line(device.target, rows))

@@ -1,0 +1,85 @@
+"""Record what a draft would have proposed along the target's own text: `python -m benchmarks.contest.record FILE`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.contest.traces import Trace, save
+from langchain_card.bench.prompts import find
+from langchain_card.bench.teacher_forced import along, asked_as_user, borrowed, check_alike
+from langchain_card.cli.fields import SETS, add_engine_fields, check_output, engine_fields
+from langchain_card.config import EngineConfig
+from langchain_card.core.request import SamplingParams
+from langchain_card.drafters.tree import NUM_CHILDREN
+from langchain_card.engine.engine import Engine
+from langchain_card.errors import InvalidInputError
+from langchain_card.models.loader import resolve
+from langchain_card.runtime.runner import ModelRunner
+
+
+def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_tokens: int) -> Trace:
+    """One trace.
+
+    Args:
+        engine: writes the text, greedily.
+        draft: says what it would have said.
+        prompt_ids: of the text.
+        max_tokens: of the text.
+    """
+    token_ids = engine.submit(prompt_ids, SamplingParams(max_tokens=max_tokens)).result().token_ids
+    ids: list[tuple[int, ...]] = []
+    logs: list[tuple[float, ...]] = []
+    for logits in along(draft, prompt_ids, token_ids):
+        top = logits.double().log_softmax(dim=-1).topk(NUM_CHILDREN)
+        ids += map(tuple, top.indices.tolist())
+        logs += map(tuple, top.values.tolist())
+    return Trace(tuple(prompt_ids), tuple(token_ids), tuple(ids), tuple(logs))
+
+
+def record_all(
+    config: EngineConfig, texts: Sequence[str], max_tokens: int, report: Callable[[int, Trace], None]
+) -> list[Trace]:
+    """A trace for each text, asked as a user would.
+
+    Args:
+        config: a target and a model draft.
+        texts: what is asked.
+        max_tokens: of each answer.
+        report: told the number and the trace of each that is done.
+    """
+    traces: list[Trace] = []
+    pair = resolve(config)
+    if pair.draft is None:
+        raise InvalidInputError("draft_model", config.draft_model, "must be a model", "prompt lookup needs no record")
+    check_alike(pair)
+    with Engine(config, pair=pair) as engine, borrowed(pair.draft) as model:
+        draft = ModelRunner(model, max_len=engine.max_model_len, num_scratch=16)
+        for number, text in enumerate(texts, start=1):
+            traces.append(record(engine, draft, asked_as_user(engine, text), max_tokens))
+            report(number, traces[-1])
+    return traces
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Record a pair's traces over a set of prompts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_engine_fields(parser)
+    parser.add_argument("file", type=Path, help="where the traces are written (.json)")
+    parser.add_argument("--prompts", default="own", metavar="SET", help=SETS)
+    parser.add_argument("--count", type=int, default=8, help="prompts (8)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
+    args = parser.parse_args(arguments)
+    check_output("file", args.file, ".json")
+    texts = find(args.prompts, args.count)
+
+    def report(number: int, trace: Trace) -> None:
+        first = sum(trace.rank(position) == 0 for position in range(len(trace.token_ids)))
+        print(f"{number} of {len(texts)}: {len(trace.token_ids)} tokens, {first} of them the draft's first choice")
+
+    save(record_all(EngineConfig(**engine_fields(args)), texts, args.max_tokens, report), args.file)
+
+
+if __name__ == "__main__":
+    main()

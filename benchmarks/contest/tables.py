@@ -1,0 +1,76 @@
+"""Writes the tables of docs/performance.md from docs/performance.json: the last step of `make contest`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+BEGIN, END = "<!-- begin: make contest -->", "<!-- end: make contest -->"
+METHODS = {
+    "plain": "plain",
+    "chain": "chain",
+    "tree": "tree",
+    "card-synchronous": "CARD, lockstep",
+    "linear-asynchronous": "linear async",
+    "outcome-cache": "outcome cache",
+    "card-fixed": "fixed, hindsight",
+    "card": "**card**",
+    "card-default": "card, default limits",
+}
+
+
+def main() -> None:
+    rows = json.loads((DOCS / "performance.json").read_text())
+    cells: dict[tuple[str, float], dict[str, dict]] = {}
+    for row in rows:
+        cells.setdefault((row["trace"], row["c"]), {})[row["method"]] = row
+    kinds = {trace for trace, _ in cells if ", " not in trace}
+    text = [table_of_kind(kind, cells) for kind in sorted(kinds)]
+    text += [shared(cells), batches(cells)]
+    page = DOCS / "performance.md"
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(before + BEGIN + "\n\n" + "\n\n".join(text) + "\n\n" + END + rest.split(END)[1])
+
+
+def table_of_kind(kind: str, cells: dict) -> str:
+    lines = [
+        f"### {kind.capitalize()}\n",
+        "| c | " + " | ".join(METHODS.values()) + " | card / best other | best fixed setting |",
+        "| --- " * (len(METHODS) + 3) + "|",
+    ]
+    for (trace, c), cell in sorted(cells.items()):
+        if trace == kind:
+            best = max(row["speedup"] for method, row in cell.items() if method not in ("card", "card-default"))
+            figures = " | ".join(f"{cell[method]['speedup']:.2f}" for method in METHODS)
+            share = cell["card"]["speedup"] / best
+            lines.append(f"| {c:g} | {figures} | {share:.3f} | {cell['card-fixed']['setting']} |")
+    return "\n".join(lines)
+
+
+def shared(cells: dict) -> str:
+    methods = ("plain", "sequential", "parallel")
+    lines = [
+        "### Both models on one CPU\n",
+        "| text | plain | sequential | parallel |",
+        "| --- " * 4 + "|",
+    ]
+    for (trace, _), cell in sorted(cells.items()):
+        if "sequential" in cell:
+            lines.append(f"| {trace} | " + " | ".join(f"{cell[method]['speedup']:.2f}" for method in methods) + " |")
+    return "\n".join(lines)
+
+
+def batches(cells: dict) -> str:
+    found = {trace: cell["card"]["speedup"] for (trace, _), cell in cells.items() if "at once" in trace}
+    kinds = sorted({trace.split(",")[0] for trace in found})
+    counts = sorted({int(trace.split(", ")[1].split()[0]) for trace in found})
+    lines = ["### Batches\n", "| requests at once | " + " | ".join(kinds) + " |", "| --- " * (len(kinds) + 1) + "|"]
+    for count in counts:
+        figures = " | ".join(f"{found[f'{kind}, {count} at once']:.2f}" for kind in kinds)
+        lines += [f"| {count} | {figures} |"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

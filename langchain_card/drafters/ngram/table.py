@@ -1,0 +1,207 @@
+"""Where did these tokens stand before, and what followed? Leaders and followers of one tenant, in bounded bytes.
+
+Cacheback (arXiv 2511.21699, section 3) keeps tables of leader -> followers, the least recently used first out at both
+levels. Here a follower is not copied: it is a place in a log of all text, so that a match may be longer than its leader
+and what comes may be longer than a follower. A table has rows of places in a plain array, a leader's row found by its
+hash, as in a set-associative cache. A full row forgets its oldest place, a full log its oldest page. A place counts
+only where the leader stands before it: rows that others use, too, or pages written anew do no harm.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from langchain_card.drafters.ngram.chances import Chances
+
+LEADERS = (3, 1)
+"""Tokens of a leader, by table; the longer is asked first."""
+
+WAYS = 4
+"""Followers of a row, which a leader has to itself unless others have the same hash."""
+
+PAGE = 512
+"""Tokens of the log that a text takes at once: its last ones before, what it says then, and an end mark."""
+
+MAX_MATCH = 8
+"""Tokens before a place that are compared."""
+
+_END = -1
+_EMPTY = array("i", [_END]) * PAGE
+_FIRST_ROWS = 512
+_OBJECTS = 6144  # `Chances` among them
+_PAGE_BYTES = PAGE * 4 + 512  # with its text's tail
+_ROW_BYTES = WAYS * 4 * len(LEADERS)
+
+Follower: TypeAlias = tuple[int, int, int]
+"""A token, its place in the log, and how many tokens before it are the same, `MAX_MATCH` at most."""
+
+
+class Text:
+    """A request's text, while it is written.
+
+    Attributes:
+        tail: its last tokens, `MAX_MATCH` at most.
+        place: where the next one goes.
+        end: of the page.
+    """
+
+    __slots__ = ("end", "place", "tail")
+
+    def __init__(self) -> None:
+        self.tail: list[int] = []
+        self.place = self.end = 0
+
+
+_NOBODY = Text()
+
+
+class Table:
+    """The log and the tables.
+
+    Args:
+        max_bytes: of all, 65,536 at least.
+        make_room: called with the bytes that are about to be taken.
+
+    Attributes:
+        chances: of its followers to come, as its own requests learnt them.
+        num_bytes: taken.
+    """
+
+    def __init__(self, max_bytes: int, make_room: Callable[[int], None] = lambda _: None) -> None:
+        self._make_room, self.chances = make_room, Chances()
+        share = max_bytes * 15 // 16 - _OBJECTS  # arrays that grow take a sixteenth in advance
+        self._max_pages = max(2, share // (_PAGE_BYTES + PAGE // WAYS * _ROW_BYTES))
+        self._max_rows = self._rows = self._max_pages * PAGE // WAYS
+        while self._rows >= 2 * _FIRST_ROWS:
+            self._rows //= 2
+        make_room(_OBJECTS + _PAGE_BYTES + self._rows * _ROW_BYTES)
+        self._log, self._owners, self._next = array("i", _EMPTY), [_NOBODY], 0
+        self._tables = [(n, array("i", [0]) * (WAYS * self._rows)) for n in LEADERS]
+        self.num_bytes = self._measured()
+        make_room(self.num_bytes)
+
+    def write(self, text: Text, token_ids: Sequence[int]) -> None:
+        """Appends to a text, and notes each token as the latest follower of its leaders."""
+        page = text.place // PAGE
+        if page >= len(self._owners) or self._owners[page] is not text:
+            text.end = text.place  # it has none here, or none any more
+        (long, longs), (short, shorts) = self._tables
+        log, place, rows, turned = self._log, text.place, self._rows, 0
+        for i, token in enumerate(token_ids):
+            if place == text.end:
+                text.tail = [*text.tail, *token_ids[max(turned, i - MAX_MATCH) : i]][-MAX_MATCH:]
+                self._turn(text)
+                place, rows, turned = text.place, self._rows, i
+            for n, table in ((long, longs), (short, shorts)):
+                row = hash(tuple(log[place - n : place])) % rows * WAYS
+                if log[table[row]] != token:
+                    _move_up(log, table, row, token)
+                table[row] = place
+            log[place] = token
+            place += 1
+        text.place = place
+        text.tail = [*text.tail, *token_ids[max(turned, len(token_ids) - MAX_MATCH) :]][-MAX_MATCH:]
+
+    def followers(self, tail: list[int]) -> list[Follower]:
+        """What followed the last tokens of a text, after the longest match first, then the latest first."""
+        found: dict[int, Follower] = {}
+        log, back = self._log, tail[::-1]
+        for n, table in self._tables:
+            row = hash(tuple(tail[-n:])) % self._rows * WAYS
+            for place in table[row : row + WAYS]:
+                token = log[place]
+                if token in found or token < 0:
+                    continue
+                before = place - 1
+                for same in back:
+                    if log[before] != same:  # an end mark is none
+                        break
+                    before -= 1
+                if place - before > n:
+                    found[token] = token, place, place - before - 1
+        return sorted(found.values(), key=_by_match) if len(found) > 1 else [*found.values()]
+
+    def token_at(self, place: int) -> int:
+        """What stands there, negative where a text ends."""
+        return self._log[place] if 0 <= place < len(self._log) else _END
+
+    def _turn(self, text: Text) -> None:
+        """Gives a text the next page, which begins with what it said last; the oldest when there is no other."""
+        if self._next == len(self._owners) < self._max_pages:
+            self._grow()
+        self._next %= len(self._owners)
+        first, said = self._next * PAGE, array("i", text.tail)
+        self._log[first : first + PAGE] = _EMPTY
+        self._log[first + MAX_MATCH - len(said) : first + MAX_MATCH] = said
+        self._owners[self._next] = text
+        text.place, text.end = first + MAX_MATCH, first + PAGE - 1
+        self._next += 1
+
+    def _grow(self) -> None:
+        """A page more, and twice the rows where they are few: a leader finds its old row under either new number."""
+        more = self._rows * WAYS < 2 * len(self._log) and 2 * self._rows <= self._max_rows
+        self._make_room((_PAGE_BYTES + more * self._rows * _ROW_BYTES) * 17 // 16)
+        self._log.extend(_EMPTY)
+        self._owners.append(_NOBODY)
+        if more:
+            self._rows *= 2
+            for _, table in self._tables:
+                table.extend(table)
+        self.num_bytes = self._measured()
+        self._make_room(0)  # arrays take more than they are asked for
+
+    def _measured(self) -> int:
+        arrays = [self._log, *(table for _, table in self._tables)]
+        return _OBJECTS + (_PAGE_BYTES - PAGE * 4) * len(self._owners) + sum(map(sys.getsizeof, arrays))
+
+
+def _move_up(log: array[int], table: array[int], row: int, token: int) -> None:
+    """Frees the first place of a row: one where the same token stands goes, else the oldest."""
+    a, b, c, _ = table[row : row + WAYS]
+    if log[b] == token:
+        table[row + 1] = a
+    elif log[c] == token:
+        table[row + 1], table[row + 2] = a, b
+    else:
+        table[row + 1], table[row + 2], table[row + 3] = a, b, c
+
+
+def _by_match(follower: Follower) -> int:
+    return -follower[2]
+
+
+class Tenants:
+    """A table for each tenant, all within one bound; the one that was used longest ago goes first.
+
+    Args:
+        max_bytes: of all of them together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._tables: OrderedDict[str, Table] = OrderedDict()
+
+    def table(self, tenant: str) -> Table:
+        """A tenant's own, empty at first."""
+        table = self._tables.pop(tenant, None) or Table(self._max_bytes, self._make_room)
+        self._tables[tenant] = table
+        return table
+
+    @property
+    def num_bytes(self) -> int:
+        """Taken by all."""
+        return sum(table.num_bytes for table in self._tables.values())
+
+    def clear(self) -> None:
+        """Forgets all text."""
+        self._tables.clear()
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drops what was used longest ago; never the table that asks, whose own bound is the same."""
+        taken = self.num_bytes
+        while self._tables and taken + num_bytes > self._max_bytes:
+            taken -= self._tables.popitem(last=False)[1].num_bytes

@@ -1,0 +1,108 @@
+"""What an engine in this process is put together from."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from langchain_card import plugins
+from langchain_card.config import EngineConfig
+from langchain_card.core.controller import Controller
+from langchain_card.core.coordinator import Coordinator
+from langchain_card.engine.drafter_hosts import needs_process, setting_of, transport_makers
+from langchain_card.engine.driver import Driver
+from langchain_card.engine.plugin_drafters import choose
+from langchain_card.engine.target_worker import TargetWorker
+from langchain_card.models.files import Progress
+from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release_model
+from langchain_card.ports import AcceptanceRule, Constraint, Observer
+from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
+
+
+def start_driver(
+    config: EngineConfig,
+    pair: Pair,
+    constrain: Callable[[str], Constraint],
+    held: contextlib.ExitStack,
+    progress: Progress,
+    observe: Observer | None = None,
+) -> Driver:
+    """Loads the models, and starts all workers.
+
+    Args:
+        config: of the engine, `max_num_seqs` filled in.
+        pair: of the engine.
+        constrain: what a grammar allows, before the answer.
+        held: ends and frees everything when it is closed.
+        progress: told about a draft process that starts.
+        observe: shown what the coordinator hears and does.
+
+    Raises:
+        CARDError: whatever loading raises.
+    """
+    limits = config.limits
+    config = config.settled(apart=(apart := needs_process(config, pair)))
+    setting = setting_of(config, pair, constrain)
+    rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
+    steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)
+    beside, below = choose(config, setting, held)
+    model = _hold(pair.target, held)
+    drafts = [] if pair.draft is None or apart else [_hold(spec, held) for spec in (pair.draft, *pair.stack)]
+    threads = ThreadPlan(
+        target_on_cpu=pair.target.device.type == "cpu",
+        draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
+    )
+    strict = config.exact == "strict"
+    target = ModelRunner(
+        model,
+        max_len=pair.max_len,
+        num_scratch=limits.max_window,
+        num_seqs=limits.num_seqs,
+        execution=config.execution_on(pair.target.device.type),
+        width=limits.max_window if strict else None,
+    )
+
+    def make_target() -> TargetWorker:
+        target.pool.forget()
+        set_threads = lambda schedule: use_threads(threads.target(schedule))  # noqa: E731
+        return TargetWorker(
+            target,
+            set_threads,
+            limits.max_step_rows,
+            in_place=strict,
+            constrain=constrain,
+            rule=rule,
+            steering=steering,
+        )
+
+    makers = transport_makers(config, pair, threads, drafts, setting, beside, below)
+    shared = pair.draft is None or pair.draft.device == pair.target.device
+    overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
+    policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
+    core = Coordinator([*makers], limits, policy, pair.vocab_size, chains=strict, rule=rule)
+    driver = Driver(core, make_target, {source.name: make for source, make in makers.items()}, observe=observe)
+    held.callback(_close_transports, driver)
+    if apart:
+        progress.update(f"load {config.draft_model} in a process of its own", 0, 0)
+    for transport in driver.transports.values():
+        transport.wait_ready()
+    thread = threading.Thread(target=driver.run, name="card-target", daemon=True)
+    thread.start()
+    held.callback(thread.join)
+    held.callback(driver.close)
+    return driver
+
+
+def _hold(spec: ModelSpec, held: contextlib.ExitStack) -> Any:
+    """The model of a spec, until `held` is closed."""
+    model = acquire_model(spec)
+    held.callback(release_model, spec)
+    return model
+
+
+def _close_transports(driver: Driver) -> None:
+    for transport in driver.transports.values():
+        transport.close()

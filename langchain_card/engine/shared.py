@@ -1,0 +1,104 @@
+"""A user's hold on a shared engine: taken at first use, given back on `close` or when the user is garbage."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from langchain_card.config import EngineConfig
+from langchain_card.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from langchain_card.engine.engine import Engine
+    from langchain_card.models.files import Progress
+
+log = logging.getLogger(__name__)
+
+_given_back: queue.SimpleQueue[EngineConfig] = queue.SimpleQueue()
+"""Leases that became garbage. A collection may run on any thread and under any lock; only `put` is safe there."""
+
+
+class EngineLease:
+    """One use of the process's engine of a configuration. Pickled or deep-copied it is a fresh lease.
+
+    Args:
+        config: which weights run where.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._return: weakref.finalize[..., EngineLease] | None = None
+        self._closed = False
+        self._announced = 0
+
+    def engine(self, progress: Progress | None = None) -> Engine:
+        """The engine, built now when nobody in the process holds it: that blocks while weights are loaded.
+
+        Args:
+            progress: told about downloads and conversions.
+
+        Raises:
+            EngineClosedError: the lease was closed.
+            CARDError: whatever loading raises.
+        """
+        from langchain_card.engine.engine import acquire_engine
+
+        with self._lock:
+            if self._closed:
+                hint = "make a new one; equal configurations share their weights"
+                raise EngineClosedError("model", self.config.model, "this model object was closed", hint)
+            if self._engine is None:
+                self._engine = acquire_engine(self.config, progress)
+                if self._announced:
+                    self._engine.announce(self._announced)
+                self._return = weakref.finalize(self, _given_back.put, self.config)
+                self._return.atexit = False
+                _start_returning()
+            return self._engine
+
+    @property
+    def held(self) -> Engine | None:
+        """The engine, where this lease has it already."""
+        return self._engine
+
+    def announce(self, count: int) -> None:
+        """So many requests are about to be submitted: said to the engine at once, or when it is there."""
+        if self._engine is not None:
+            self._engine.announce(count)
+        else:
+            self._announced = count
+
+    def close(self) -> None:
+        """Gives the engine back; its last user frees the weights. May be called twice."""
+        from langchain_card.engine.engine import release_engine
+
+        with self._lock:
+            self._closed, self._engine = True, None
+            held = self._return is not None and self._return.detach() is not None
+        if held:
+            release_engine(self.config)
+
+    def __reduce__(self) -> tuple[type[EngineLease], tuple[EngineConfig]]:
+        return EngineLease, (self.config,)
+
+
+@functools.cache
+def _start_returning() -> None:
+    threading.Thread(target=_return_engines, name="card-janitor", daemon=True).start()
+
+
+def _return_engines() -> None:
+    from langchain_card.engine.engine import release_engine
+
+    while True:
+        config = _given_back.get()
+        try:
+            release_engine(config)
+        except Exception:
+            log.exception("closing the engine of %s failed", config.model)

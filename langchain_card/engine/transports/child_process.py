@@ -1,0 +1,230 @@
+"""Both ends of a process of our own: a fresh interpreter (no fork, and the caller's main module is not run again)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from langchain_card.engine.transports.frames import MAX_TEXT_CHARS, Direction, Failed, Logged, Wire
+from langchain_card.engine.transports.thread import MessageQueue
+from langchain_card.errors import CARDError, EngineError
+
+log = logging.getLogger(__name__)
+
+END_SECONDS = 2.0
+"""For a process to end by itself; then it is killed."""
+PARENT_POLL_SECONDS = 1.0
+BEAT_SECONDS = 1.0
+
+# Ctrl-C reaches every process of a terminal, and SIGTERM every one of a service; the parent decides what they mean.
+_CODE = (
+    "import signal, sys; [signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)]; "
+    "sys.path[:] = sys.argv[4:]; from {} import main; main()"
+)
+
+
+# The parent's end.
+
+
+class ChildProcess:
+    """Starts a process. Two threads speak with it, so that nobody waits for one that hangs.
+
+    Args:
+        module: its `main`, run in the process, calls `serve_parent`.
+        name: of the process, for errors.
+        thread_name: how the names of the threads begin.
+        sends, takes: what goes to it and what comes from it.
+        first: the first message to it.
+        outbox: the others.
+        on_message: takes what it says, in order. Log records are logged here instead, and `Failed` is its death.
+        on_death: called once, after the last message, when it is gone for another reason than `close`, whatever that
+            is: it was killed, it raised, it sent what makes no sense, or it could not be sent a message.
+
+    Raises:
+        EngineError: no process could be started.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        *,
+        thread_name: str,
+        sends: Direction,
+        takes: Direction,
+        first: Any,
+        outbox: MessageQueue[Any],
+        on_message: Callable[[Any], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._name, self._first, self._outbox = name, first, outbox
+        self._on_message, self._on_death = on_message, on_death
+        self._error: BaseException | None = None
+        self._closing = False
+        self._process, connection = _spawn(module, name)
+        self._wire = Wire(connection, sends=sends, takes=takes)
+        self._threads = [
+            threading.Thread(target=target, name=f"{thread_name}-{target.__name__.strip('_')}", daemon=True)
+            for target in (self._write, self._read)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """Queues a message. Never waits; raises what the outbox raises of it."""
+        if not self._outbox.closed:
+            self._outbox.put(message)
+
+    def kill(self) -> None:
+        """Ends it at once; it is reported dead as soon as all that it said was taken."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ends it, with force after two seconds. May be called twice."""
+        self._closing = True
+        self._outbox.close()
+        self._wire.hang_up()
+        for thread in self._threads:
+            thread.join()
+        self._wire.close()
+
+    def _write(self) -> None:
+        try:
+            self._wire.send(self._first)
+            while (message := self._outbox.take(wait=True)) is not None:
+                self._wire.send(message)
+        except OSError:
+            pass  # it is gone, as the other thread notices
+        except Exception as error:
+            self._error = error
+            self._wire.hang_up()
+
+    def _read(self) -> None:
+        try:
+            while (message := self._wire.receive()) is not None:
+                match message:
+                    case Logged(name, level, text):
+                        logging.getLogger(name).log(level, "%s", text)
+                    case Failed():
+                        raise message.error(self._name)
+                    case _:
+                        self._on_message(message)
+        except Exception as error:
+            self._error = self._error or error
+        self._outbox.close()
+        self._wire.hang_up()  # upon which it ends
+        code = _reap(self._process)
+        if not self._closing:
+            self._on_death(self._error or EngineError(self._name, self.pid, *_last_words(code)))
+
+
+def _spawn(module: str, name: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts an interpreter with this one's module path; the process, and this end of the connection to it."""
+    ours, theirs = socket.socketpair()
+    level = logging.getLogger("langchain_card").getEffectiveLevel()
+    numbers = map(str, (theirs.fileno(), level, os.getpid()))
+    command = [sys.executable, "-c", _CODE.format(module), *numbers, *map(str, sys.path)]
+    with theirs:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])  # noqa: S603
+        except OSError as error:
+            ours.close()
+            hint = "is there enough memory"
+            raise EngineError(name, sys.executable, f"could not be started ({error})", hint) from error
+    return process, ours
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a process whose connection has ended, at last with force; its exit code."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(END_SECONDS)
+    process.kill()
+    return process.wait()
+
+
+def _last_words(code: int) -> tuple[str, str]:
+    """What happened, and a hint, from an exit code."""
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.strsignal(-code)})", "is there enough memory"
+    return f"ended with exit code {code}", "standard error may say more"
+
+
+# The process's own end.
+
+
+def serve_parent(serve: Callable[[Wire], None], *, sends: Direction, takes: Direction) -> None:
+    """Runs `serve` with the connection to the parent, and never returns: the process ends with it, or with the parent.
+
+    This package's log records are the parent's, whose handlers and filters they are for, and so is what `serve` raises.
+    """
+    os.dup2(2, 1)  # what a library prints must not mix with the parent's output
+    descriptor, level, parent = map(int, sys.argv[1:4])
+    wire = Wire(socket.socket(fileno=descriptor), sends=sends, takes=takes)
+    logging.getLogger().addHandler(_Forward(wire))
+    logging.getLogger("langchain_card").setLevel(level)
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    try:
+        serve(wire)
+    except Exception as error:
+        fail(wire, error)
+    os._exit(0)
+
+
+def fail(wire: Wire, error: Exception) -> None:
+    """Says what this process dies of."""
+    try:
+        if not isinstance(error, CARDError):
+            log.error("a process of its own fails", exc_info=error)
+        wire.send(Failed.of(error))
+    finally:
+        os._exit(1)
+
+
+def beat(wire: Wire, tell: Callable[[], Any]) -> None:
+    """Sends what `tell` gives once a second from now on, whatever the other threads do."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError):  # the parent is gone
+            while True:
+                wire.send(tell())
+                time.sleep(BEAT_SECONDS)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    """The connection does not end with the parent while a fork of it holds a copy."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(0)
+
+
+class _Forward(logging.Handler):
+    """Hands records to the parent."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Sends it."""
+        try:
+            text = self.format(record)[:MAX_TEXT_CHARS]
+            with contextlib.suppress(OSError):  # the parent is gone
+                self._wire.send(Logged(record.name, record.levelno, text))
+        except Exception:
+            self.handleError(record)

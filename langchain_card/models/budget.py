@@ -1,0 +1,191 @@
+"""Does it all fit? Memory is added up, and compared with what is free, before any weights are read.
+
+A device holds the weights of its models, KV for every sequence at its full length, and working memory. KV counts
+whole, though on a CPU its pages are taken as they are written to: the middle of an answer is a bad moment to find out.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from safetensors import safe_open
+
+from langchain_card.errors import DeviceError
+from langchain_card.models.loader import ModelSpec, Pair, device_map, is_loaded
+from langchain_card.models.placement import shares
+from langchain_card.models.quantization import find_quantizer, quantized_bytes
+from langchain_card.models.safety import weight_files
+from langchain_card.runtime.families import empty_model, kv_shape, read_config
+from langchain_card.runtime.runner import TEXT_CHUNK
+
+FIXED_RESERVE = 256 << 20
+"""Bytes of a device that are left to libraries, allocators and the rest of the process."""
+
+MAX_SEQS = 16
+"""Sequences at once where nobody said how many: a pass of two CPU cores gains little from more (docs/LOG.md)."""
+
+_PACKED = 1.06
+"""Memory of an int8 matrix in its kernel's blocks, by its size on disk: 1.01 to 1.18 as measured, by shape."""
+
+_SCORE_BYTES = 8  # the sampler works in float64
+_SCORE_COPIES = 4
+_GIB = 1 << 30
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that nobody holds, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def weight_bytes(spec: ModelSpec) -> int:
+    """What a model's weights take on their device, in bytes."""
+    if spec.form == "int8":
+        return _int8_bytes(spec)
+    config = read_config(spec.folder)
+    quantizer, model = find_quantizer(config, spec.quantization, spec.device), empty_model(config).to(spec.dtype)
+    if quantizer is None:
+        return sum(parameter.nbytes for parameter in model.parameters())
+    if quantizer.pre_quantized:
+        return sum(file.stat().st_size for file in weight_files(spec.folder))
+    return quantized_bytes(model, quantizer)
+
+
+def check_budget(
+    pair: Pair,
+    num_seqs: int | None,
+    target_scratch: int,
+    draft_scratch: int,
+    free: Callable[[torch.device], int] = free_bytes,
+) -> int:
+    """Raises unless target, draft and the KV of all sequences fit. Weights that the process holds already cost nothing.
+
+    Args:
+        pair: what is to be loaded.
+        num_seqs: sequences at once; None for as many, up to `MAX_SEQS`, as half of the free memory has room for.
+        target_scratch: unverified rows of a sequence on the target.
+        draft_scratch: likewise on the draft.
+        free: bytes of a device that may be taken.
+
+    Returns:
+        Sequences at once.
+
+    Raises:
+        DeviceError: it does not fit; with what each part takes, and what would fit.
+    """
+    parts = [ModelNeeds("target", pair.target, target_scratch)]
+    if pair.draft is not None:
+        parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
+    parts += [ModelNeeds(f"stack {n} ({spec.name})", spec, draft_scratch) for n, spec in enumerate(pair.stack, 1)]
+    for before, part in enumerate(parts):
+        if any(part.spec == other.spec for other in parts[1:before]):
+            part.weights = 0  # levels of a stack share one process; a draft that is the target may have its own
+    devices = dict.fromkeys(device for part in parts for device in part.shares)
+    loads = [_Load(device, free(device), [part for part in parts if device in part.shares]) for device in devices]
+    if num_seqs is None:
+        halves = [replace(load, free=load.free // 2) for load in loads]
+        num_seqs = max(1, _most(MAX_SEQS, halves, lambda load, n: load.fits(n, pair.max_len)))
+    for load in loads:
+        if not load.fits(num_seqs, pair.max_len):
+            limit = load.sum_up(num_seqs, pair.max_len)
+            raise DeviceError("device", str(load.device), limit, _what_fits(loads, num_seqs, pair.max_len))
+    return num_seqs
+
+
+class ModelNeeds:
+    """What one model takes of its device, in bytes.
+
+    Args:
+        role: "target", "draft" or "stack 1 (its name)".
+        spec: of the model.
+        scratch: unverified rows of a sequence.
+
+    Attributes:
+        weights: parameters; 0 when the process holds them already, or another level of the stack reads them. Buffers
+            are small.
+        shares: by device, the parts of weights and of KV that lie there.
+    """
+
+    def __init__(self, role: str, spec: ModelSpec, scratch: int) -> None:
+        self.role, self.spec, self.scratch = role, spec, scratch
+        forms = 1.5 if spec.draft and spec.form == "int8" else 1.0  # in 4 bits as well
+        self.weights = 0 if is_loaded(spec) else int(forms * weight_bytes(spec))
+        self._config = read_config(spec.folder).get_text_config()
+        self.shares = {spec.device: (1.0, 1.0)}
+        if spec.others:
+            self.shares = shares(empty_model(read_config(spec.folder)), device_map(spec))
+
+    def kv(self, positions: int) -> int:
+        """Keys and values of one sequence of so many positions, prompt and answer together."""
+        slots = min(positions, int(self._config.max_position_embeddings)) + self.scratch
+        return (
+            kv_shape(self._config).numbers * slots * max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
+        )
+
+    def working(self, positions: int) -> int:
+        """What a step takes beside weights and KV: a chunk of a prompt, and the scores of all unverified rows."""
+        config, scores = self._config, _SCORE_BYTES * _SCORE_COPIES
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        row: int = 4 * config.hidden_size + 3 * wide + config.num_attention_heads * positions
+        vocab_size: int = config.vocab_size
+        return TEXT_CHUNK * row * self.spec.itemsize + self.scratch * vocab_size * scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What one device must hold, and has free."""
+
+    device: torch.device
+    free: int
+    parts: list[ModelNeeds]
+
+    def shares(self, num_seqs: int, positions: int) -> dict[str, int]:
+        """Bytes by what they are for."""
+        of = {part: part.shares[self.device] for part in self.parts}
+        found = {f"{part.role} weights": round(part.weights * of[part][0]) for part in self.parts}
+        found |= {f"{part.role} KV": round(num_seqs * part.kv(positions) * of[part][1]) for part in self.parts}
+        return found | {"working memory": FIXED_RESERVE + sum(part.working(positions) for part in self.parts)}
+
+    def fits(self, num_seqs: int, positions: int) -> bool:
+        return sum(self.shares(num_seqs, positions).values()) <= self.free
+
+    def sum_up(self, num_seqs: int, positions: int) -> str:
+        shares = self.shares(num_seqs, positions)
+        listed = ", ".join(f"{name} {_gib(size)}" for name, size in shares.items())
+        sequences = f"{num_seqs:,} sequence{'s' * (num_seqs > 1)} of {positions:,} positions"
+        return f"{sequences} need {_gib(sum(shares.values()))} GiB ({listed}), {_gib(self.free)} GiB are free"
+
+
+def _most(high: int, loads: Sequence[_Load], fits: Callable[[_Load, int], bool]) -> int:
+    """The largest number up to `high` with which every device fits; 0 when none does."""
+    return bisect_left(range(1, high + 1), True, key=lambda n: not all(fits(load, n) for load in loads))
+
+
+def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
+    """The most sequences at this length; else the longest single one; else that the weights alone are too large."""
+    if sequences := _most(num_seqs, loads, lambda load, n: load.fits(n, max_len)):
+        return f"limits.max_num_seqs = {sequences} fits at this max_model_len"
+    if positions := _most(max_len, loads, lambda load, n: load.fits(1, n)):
+        return f"max_model_len = {positions} fits for one sequence"
+    return "the weights alone do not fit: use a smaller model, a quantized form of it, or several CUDA devices"
+
+
+def _int8_bytes(spec: ModelSpec) -> int:
+    """Matrices stay in int8; the rest is read into the model's dtype."""
+    total = 0.0
+    for file in weight_files(spec.folder):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                stored = weights.get_slice(name)
+                total += math.prod(stored.get_shape()) * (_PACKED if stored.get_dtype() == "I8" else spec.itemsize)
+    return int(total)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.2f}"

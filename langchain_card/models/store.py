@@ -1,0 +1,290 @@
+"""The model store: a model's name -> a folder of weights that the engine can load.
+
+A model is named by a built-in name, a folder, a `.gguf` file, or a hub id; in this order. Layout of the cache:
+
+```
+<cache>/models/<built-in>/source.gguf, float/, int8/
+<cache>/converted/<name>-<key>/float/, int8/         of the user's own folders and files
+<cache>/locks/
+```
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from langchain_card.errors import CARDError, InvalidInputError, ModelStoreError, UnknownModelError
+from langchain_card.models.download import BUILTINS, fetch, fetch_hub_folder
+from langchain_card.models.files import INT8_FORMAT, Progress, Silent, fresh_folder, locked, size_on_disk
+from langchain_card.models.headers import cached_hub_file
+from langchain_card.models.safety import check_safetensors, inspect_folder
+
+__all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
+
+STAMP = "langchain-card.json"
+CONVERTER = 2  # raise it when the written form changes: older conversions are made anew
+_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+State = Literal["absent", "downloaded", "converted"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """One line of the store's list.
+
+    Attributes:
+        name: built-in name, or the path or hub id that was converted.
+        state: absent, downloaded, or converted (some form is ready).
+        size: bytes on disk.
+        forms: the forms that are ready.
+    """
+
+    name: str
+    state: State
+    size: int
+    forms: tuple[str, ...]
+
+
+def default_cache() -> Path:
+    """`LANGCHAIN_CARD_HOME`, or `~/.cache/langchain-card`."""
+    home = os.environ.get("LANGCHAIN_CARD_HOME")
+    return Path(home).expanduser() if home else Path.home() / ".cache" / "langchain-card"
+
+
+class ModelStore:
+    """Finds, downloads, converts and removes models.
+
+    Args:
+        cache_dir: where downloads and conversions are kept; default `default_cache()`.
+    """
+
+    def __init__(self, cache_dir: str | os.PathLike[str] | None = None) -> None:
+        self.cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache()
+
+    def list(self) -> list[StoredModel]:
+        """The built-in models, then the user's converted ones."""
+        found = [_describe(name, self._home(name)) for name in BUILTINS]
+        return found + [_describe(name, folder) for folder, name in self._conversions()]
+
+    def check(self, name: str, field: str = "model") -> None:
+        """Raise `UnknownModelError`, naming `field`, unless a model may have this name. Nothing is downloaded."""
+        try:
+            _ = name in BUILTINS or _local(name)
+        except UnknownModelError as error:
+            raise UnknownModelError(field, error.value, error.limit, error.hint) from None
+
+    def pull(self, name: str, progress: Progress | None = None) -> Path:
+        """Download a model unless it is here.
+
+        Returns:
+            The GGUF file of a built-in, the folder of a hub id, or the path itself.
+
+        Raises:
+            UnknownModelError: no such model.
+            ModelStoreError: it could not be downloaded; see `download.fetch`.
+        """
+        if name not in BUILTINS:
+            return _local(name) or fetch_hub_folder(name)
+        report, source = progress or Silent(), self._source(name)
+        if not self._downloaded(name):
+            with self._lock(name, report):
+                if not self._downloaded(name):
+                    fetch(BUILTINS[name], source, report)
+        return source
+
+    def path(self, name: str) -> Path:
+        """Where `pull` put a model.
+
+        Raises:
+            UnknownModelError: no such model.
+            ModelStoreError: it was not pulled yet.
+        """
+        if name not in BUILTINS:
+            return _local(name) or fetch_hub_folder(name, offline=True)
+        if not self._downloaded(name):
+            raise ModelStoreError("model", name, "is not downloaded", f"run `langchain-card models pull {name}`")
+        return self._source(name)
+
+    def remove(self, name: str) -> None:
+        """Delete a built-in model, or what was converted from a path or hub id. The user's files are never touched.
+
+        Raises:
+            UnknownModelError: nothing of this name is in the store.
+        """
+        wanted = {name, str(Path(name).expanduser().resolve())} if name else set()
+        folders = [folder for folder, source in self._conversions() if source in wanted]
+        if name in BUILTINS:
+            folders = [self._home(name)]
+        if not folders:
+            _local(name)
+            raise UnknownModelError("model", name, "nothing of it is in the store", "see `langchain-card models list`")
+        for folder in folders:
+            with self._lock(folder.name, Silent()):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def prepare(self, model: str, form: Literal["float", "int8"], progress: Progress | None = None) -> Path:
+        """Download and convert a model where needed.
+
+        Args:
+            model: built-in name, folder, `.gguf` file or hub id.
+            form: "float" (float16 matrices; a folder or hub id is used as it is) or "int8" (see `convert`).
+            progress: told about long steps.
+
+        Returns:
+            A folder with config.json, tokenizer files and weights in the form.
+
+        Raises:
+            UnknownModelError: no such model.
+            UnsafeModelError: the folder holds pickle weights or code.
+            CorruptModelError: weights are damaged.
+            DiskSpaceError: not enough free disk.
+            DownloadError: no source answered.
+        """
+        if form not in ("float", "int8"):
+            raise InvalidInputError("form", form, 'must be "float" or "int8"')
+        report = progress or Silent()
+        source = self.pull(model, report)
+        if model in BUILTINS:
+            return self._converted(model, source, self._home(model), form, report)
+        if source.is_dir():
+            files = inspect_folder(source)
+            is_int8 = check_safetensors(files[0]).get("format") == INT8_FORMAT
+            if is_int8 == (form == "int8"):
+                return source
+            if is_int8:
+                raise InvalidInputError("model", model, "holds int8 weights, float ones were asked for")
+        name = str(source) if _local(model) else model
+        home = self.cache / "converted" / file_state(source)
+        folder = self._converted(name, source, home, form, report)
+        for older in [other for other, of in self._conversions() if of == name and other != home]:
+            shutil.rmtree(older, ignore_errors=True)
+        return folder
+
+    def tokenizer_source(self, name: str) -> Path:
+        """The folder or GGUF file with a model's tokenizer; the model is only downloaded if nothing of it is here.
+
+        Raises:
+            UnknownModelError: no such model.
+            ModelStoreError: it could not be downloaded; see `download.fetch`.
+        """
+        source = None if name in BUILTINS else _local(name) or _cached(name)
+        if source is not None and source.is_dir():
+            return source
+        home = self._home(name) if source is None else self.cache / "converted" / file_state(source)
+        ready = (home / form for form in ("int8", "float") if _stamp(home / form).get("converter") == CONVERTER)
+        return next(ready, None) or source or self.pull(name)
+
+    def _converted(self, name: str, source: Path, home: Path, form: Literal["float", "int8"], report: Progress) -> Path:
+        target = home / form
+        if _ready(target):
+            return target
+        with self._lock(home.name, report):
+            if not _ready(target):
+                with fresh_folder(target) as folder:
+                    _convert(source, folder, form, report)
+                    stamp = {"converter": CONVERTER, "model": name, "form": form}
+                    (folder / STAMP).write_text(json.dumps(stamp))
+                    inspect_folder(folder)
+        return target
+
+    def _conversions(self) -> Iterable[tuple[Path, str]]:
+        for home in sorted((self.cache / "converted").glob("*")):
+            names = [name for form in home.iterdir() if (name := _stamp(form).get("model"))]
+            if names:
+                yield home, str(names[0])
+
+    def _home(self, name: str) -> Path:
+        return self.cache / "models" / name
+
+    def _source(self, name: str) -> Path:
+        return self._home(name) / "source.gguf"
+
+    def _downloaded(self, name: str) -> bool:
+        source = self._source(name)
+        return source.is_file() and source.stat().st_size == BUILTINS[name].size
+
+    def _lock(self, name: str, report: Progress) -> Any:
+        return locked(self.cache / "locks" / f"{name}.lock", report)
+
+
+def _local(name: str) -> Path | None:
+    """The folder or GGUF file of this name; None for a hub id; an error for anything else."""
+    path = Path(name).expanduser()
+    if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
+        return path.resolve()
+    if path.is_file():
+        raise UnknownModelError("model", name, "a model file must end in .gguf", "give the folder of safetensors files")
+    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+        return None
+    near = difflib.get_close_matches(name, BUILTINS, n=3, cutoff=0.4) or list(BUILTINS)
+    limit = "neither a built-in name, a folder, a .gguf file nor a hub id (owner/name)"
+    raise UnknownModelError("model", name, limit, f"did you mean {' or '.join(near)}")
+
+
+def _cached(repo_id: str) -> Path | None:
+    found = cached_hub_file(repo_id, "tokenizer_config.json")
+    return found and found.parent
+
+
+def file_state(source: Path) -> str:
+    """Names one state of a user's files: changes with the path, the sizes or the times."""
+    files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
+    state = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    digest = hashlib.sha256(json.dumps([str(source), state]).encode()).hexdigest()
+    return f"{source.name[:40]}-{digest[:16]}"
+
+
+def _stamp(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / STAMP).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _ready(folder: Path) -> bool:
+    """Whether a conversion is whole; one that is damaged or half removed is made anew."""
+    if _stamp(folder).get("converter") != CONVERTER:
+        return False
+    try:
+        inspect_folder(folder)
+    except CARDError:
+        return False
+    return True
+
+
+def _describe(name: str, home: Path) -> StoredModel:
+    forms = tuple(form for form in ("float", "int8") if _ready(home / form))
+    state: State = "converted" if forms else "downloaded" if (home / "source.gguf").exists() else "absent"
+    return StoredModel(name, state, size_on_disk(home), forms)
+
+
+def _convert(source: Path, folder: Path, form: Literal["float", "int8"], report: Progress) -> None:
+    """Write config, tokenizer and weights of a GGUF file or of a safetensors folder."""
+    from langchain_card.models import convert, gguf
+
+    report.update("read config and tokenizer", 0, 0)
+    if source.is_dir():
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, folder / file.name)
+        layout = convert.Layout(gguf.load_config(source), form)
+        tensors = convert.folder_tensors(inspect_folder(source))
+    else:
+        reader = gguf.open_gguf(source)
+        config = gguf.load_config(source)
+        layout = convert.Layout(config, form)
+        config.architectures, config.dtype = [type(layout.model).__name__], "float16"
+        config.save_pretrained(folder)
+        gguf.save_tokenizer(source, reader, folder)
+        tensors = gguf.tensors(reader, layout.model)
+    convert.write_weights(tensors, layout, folder, report)

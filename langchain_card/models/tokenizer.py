@@ -1,0 +1,97 @@
+"""Tokenizers, read without weights."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from langchain_card.errors import ModelStoreError
+from langchain_card.models.safety import inspect_folder
+from langchain_card.models.store import ModelStore, file_state
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model. Downloads the model if nothing of it is on this machine; reads no weights.
+
+    Args:
+        name: built-in name, folder, `.gguf` file or hub id.
+
+    Raises:
+        UnknownModelError: no such model.
+        ModelStoreError: it could not be downloaded, or the tokenizer cannot be read.
+    """
+    return read_tokenizer(ModelStore().tokenizer_source(name))
+
+
+def read_tokenizer(source: Path) -> Any:
+    """The tokenizer in a model's folder or `.gguf` file; the last few stay in memory.
+
+    Raises:
+        ModelStoreError: transformers cannot read it, or the folder is not safe.
+    """
+    return _read(source, file_state(source))
+
+
+@functools.lru_cache(maxsize=4)
+def _read(source: Path, state: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder, file = (source, {}) if source.is_dir() else (source.parent, {"gguf_file": source.name})
+    if not file:
+        inspect_folder(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"transformers cannot read it ({str(error)[:200]})"
+        raise ModelStoreError("tokenizer", str(source), reason, "download the model again") from error
+
+
+class Spelling:
+    """How a tokenizer writes bytes in its tokens: GPT-2's characters for bytes, or text with `<0xE4>` for single ones.
+
+    Args:
+        tokenizer: of transformers, with a `tokenizers` backend.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._by_bytes = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+
+    def bytes_of(self, token: str) -> bytes:
+        """What a token stands for, whole characters or not."""
+        if self._by_bytes:
+            try:
+                return token.translate(_byte_level()).encode("latin-1")
+            except UnicodeEncodeError:  # an added token, as it is written
+                return token.encode()
+        if token.startswith("<0x") and re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # byte fallback of sentencepiece
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def text_of(self, raw: bytes) -> str:
+        """Bytes as the tokenizer's model reads them; "" where text is not of whole characters and has to be."""
+        if self._by_bytes:
+            return raw.decode("latin-1").translate(_characters())
+        try:
+            return raw.decode().replace(" ", "\u2581")
+        except UnicodeDecodeError:
+            return ""
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What a token stands for; nothing for ids that the tokenizer has no token for."""
+    return Spelling(tokenizer).bytes_of(tokenizer.convert_ids_to_tokens(token_id) or "")
+
+
+@functools.cache
+def _byte_level() -> dict[int, int]:
+    """Byte of each character in which byte-level tokenizers write their tokens (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
+
+
+@functools.cache
+def _characters() -> dict[int, int]:
+    return {byte: char for char, byte in _byte_level().items()}

@@ -1,0 +1,240 @@
+"""Decoder layers of the common kind (Llama, Qwen 2 and 3, Mistral, ...) in compiled passes over rows.
+
+RMS norm, attention with rotated queries and keys, RMS norm, gated SiLU: a layer becomes two compiled calls with its
+attention between them, and a model all of whose layers are of that kind becomes one call. Whether a layer is of that
+kind is found out by what it consists of and by what it computes. A row of what they give never depends on its
+neighbours, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from langchain_card.runtime.cpu import integer_matmul as products
+from langchain_card.runtime.cpu import row_layers
+from langchain_card.runtime.cpu.compiled import cores
+from langchain_card.runtime.cpu.integer_layers import FusedRMSNorm, IntegerLinear, IntegerPart, as_array
+from langchain_card.runtime.cpu.plan import RowStablePlan, wanted
+from langchain_card.runtime.cpu.row_attention import Seen
+from langchain_card.runtime.rows import Heads
+
+if TYPE_CHECKING:
+    from langchain_card.runtime.attention import StepPlan
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = ("q_norm", "k_norm")
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+_PROBED_ROWS = 5
+_TOLERANCE = 0.02
+"""Share of its norm by which a replacement's output may differ: other last bits turn some roundings to 7 bits."""
+
+
+class FusedLayer(nn.Module):
+    """Takes the place of a decoder layer of transformers.
+
+    Args:
+        layer: of the common kind, whose linear layers are int8 ones and whose norms are fused.
+        heads: what it asks of its attention.
+    """
+
+    def __init__(self, layer: Any, heads: Heads) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer_idx: int = attention.layer_idx
+        self._heads = heads
+        self.qkv: IntegerLinear = attention.q_proj.whole
+        self.out: IntegerLinear = attention.o_proj
+        self.gate_up: IntegerLinear = mlp.gate_proj.whole
+        self.down: IntegerLinear = mlp.down_proj
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        self.norms = nn.ModuleList(norms)
+        self._norms = [(norm.weight.numpy(), np.float32(norm.eps)) for norm in norms]
+        own = [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]
+        self._head_norms = np.stack([norm.weight.numpy() for norm in own]) if own else np.empty((0, 0), np.float32)
+        self._head_eps = np.float32(own[0].eps if own else 0.0)
+        self._bias = as_array(self.qkv.bias)
+        self._head_dim: int = attention.head_dim
+        self._num_heads = self.out.in_features // self._head_dim
+        self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
+        if (self._num_heads + 2 * self._num_kv_heads) * self._head_dim != self.qkv.out_features:
+            raise ValueError("these are more than queries, keys and values")
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What layers of one stack have in common."""
+        linear = (self.qkv, self.out, self.gate_up, self.down)
+        sizes = [(layer.weights.scales.shape, *layer.weights[2:]) for layer in linear]
+        return self._num_heads, self._num_kv_heads, len(self._bias), self._head_norms.shape, *sizes
+
+    def forward(
+        self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
+    ) -> Tensor:
+        """[1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
+        x = hidden[0].numpy().copy()
+        (first, first_eps), (second, second_eps) = self._norms
+        counts = self._num_heads, self._num_kv_heads, self._num_kv_heads
+        q, k, v = (np.empty((len(x), count, self._head_dim), np.float32) for count in counts)
+        cos, sin = (part[0].contiguous().numpy() for part in position_embeddings)
+        with cores() as threads:
+            row_layers.heads(
+                x, first, first_eps, self.qkv.weights, self._bias, cos, sin, self._head_norms, self._head_eps,
+                q, k, v, threads,
+            )  # fmt: skip
+        own_q, own_k, own_v = (torch.from_numpy(part).transpose(0, 1)[None] for part in (q, k, v))
+        mixed = step.attend(self.layer_idx, own_q, own_k, own_v, self._heads)
+        attended = mixed.reshape(len(x), -1).contiguous().numpy()
+        with cores() as threads:
+            row_layers.rest(
+                x, attended, self.out.weights, second, second_eps, self.gate_up.weights, self.down.weights, threads
+            )
+        return torch.from_numpy(x)[None]
+
+
+class FusedStack(nn.Module):
+    """Takes the place of all decoder layers.
+
+    Args:
+        layers: of one shape.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        super().__init__()
+        self.stacked_layers = nn.ModuleList(layers)
+        first = layers[0]
+        heads = [wanted(layer._heads, first._head_dim) for layer in layers]
+        self._stack = row_layers.Stack(
+            norms=np.stack([np.stack([norm for norm, _ in layer._norms]) for layer in layers]),
+            eps=np.array([[eps for _, eps in layer._norms] for layer in layers], np.float32),
+            qkv=_stacked([layer.qkv for layer in layers]),
+            bias=np.stack([layer._bias for layer in layers]),
+            head_norms=np.stack([layer._head_norms for layer in layers]),
+            head_eps=np.array([layer._head_eps for layer in layers], np.float32),
+            out=_stacked([layer.out for layer in layers]),
+            gate_up=_stacked([layer.gate_up for layer in layers]),
+            down=_stacked([layer.down for layer in layers]),
+            windows=np.array([head.window for head in heads]),
+            scalings=np.array([head.scaling for head in heads]),
+            softcaps=np.array([head.softcap for head in heads]),
+            num_heads=first._num_heads,
+            num_kv_heads=first._num_kv_heads,
+        )
+        self._prepare(first._head_dim)
+
+    def _prepare(self, head_dim: int) -> None:
+        """Compiles what `forward` needs, or reads it from where it was kept: seconds that belong to no step."""
+        x, angles, zero = np.ones_like(self._stack.norms[0, :1]), np.ones((1, head_dim), np.float32), np.zeros(1, int)
+        kv = np.zeros((len(self.stacked_layers), 2, self._stack.num_kv_heads, 1, head_dim), np.float32)
+        seen = Seen(zero, zero, zero + 1, zero[:0], zero)
+        with cores() as threads:
+            row_layers.decode(x, self._stack, angles, angles, kv, seen, threads)
+
+    def forward(
+        self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
+    ) -> Tensor:
+        """[1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
+        if not isinstance(step, RowStablePlan):
+            for layer in self.stacked_layers:
+                hidden = layer(hidden, position_embeddings=position_embeddings, step=step)
+            return hidden
+        hidden = hidden.clone()
+        step.decode(self._stack, hidden, *position_embeddings)
+        return hidden
+
+
+def _stacked(linear: Sequence[IntegerLinear]) -> products.Weights:
+    """Their matrices as one, of which theirs become views."""
+    stack = products.empty_stack(linear[0].weights, len(linear))
+    for i, layer in enumerate(linear):
+        layer.weights = products.move(layer.weights, stack, i)
+    return stack
+
+
+def stack_layers(decoder: Any) -> None:
+    """Makes one module of a decoder's layers where all are fused and of one shape."""
+    for name, child in decoder.named_children():
+        layers = [layer for layer in child.children() if isinstance(layer, FusedLayer)]
+        if isinstance(child, nn.ModuleList) and 0 < len(layers) == len(child):
+            in_order = [layer.layer_idx for layer in layers] == list(range(len(layers)))
+            if in_order and len({layer.shape for layer in layers}) == 1:
+                decoder.set_submodule(name, nn.ModuleList([FusedStack(layers)]))
+
+
+def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> FusedLayer | None:
+    """What may take a decoder layer's place, or None.
+
+    Args:
+        layer: with int8 linear layers and fused norms.
+        cos_sin: [1, `_PROBED_ROWS`, head_dim] as the model makes them of the first positions.
+    """
+    if not _is_common(layer):
+        return None
+    features = layer.self_attn.o_proj.out_features
+    hidden = torch.randn(1, _PROBED_ROWS, features, generator=torch.Generator().manual_seed(0))
+    own, other = _Probe(), _Probe()
+    try:
+        wanted = layer(hidden, position_embeddings=cos_sin, attention_mask=None, step=own)
+        fused = FusedLayer(layer, own.asked[0][1])
+        got = fused(hidden, position_embeddings=cos_sin, step=other)
+    except Exception:  # it asks for more than a layer of the common kind: positions, say
+        return None
+    if len(own.asked) != 1 or not isinstance(wanted, Tensor) or cos_sin[0].shape[-1] != fused._head_dim:
+        return None
+    same = bool(torch.linalg.vector_norm(got - wanted) <= _TOLERANCE * torch.linalg.vector_norm(wanted - hidden))
+    return fused if same and own.asked == other.asked else None
+
+
+@torch.inference_mode()
+def fuse_layers(decoder: Any) -> None:
+    """Replaces those layers of a decoder that can be."""
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    first = next(module for module in decoder.modules() if isinstance(module, nn.Embedding))
+    try:
+        cos_sin = rotary(first.weight[None, :_PROBED_ROWS].float(), torch.arange(_PROBED_ROWS)[None])
+    except TypeError:  # no rotary embedding, or one for each kind of layer
+        return
+    for name, module in list(decoder.named_modules()):
+        if (fused := fuse_layer(module, cos_sin)) is not None:
+            decoder.set_submodule(name, fused)
+
+
+@dataclass
+class _Probe:
+    """Takes the place of a step's plan, mixes what it is given, and notes who asked."""
+
+    asked: list[tuple[int, Heads]] = field(default_factory=list)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+        self.asked.append((layer, heads))
+        group = query.shape[1] // key.shape[1]
+        return (query + (key - 2 * value).repeat_interleave(group, dim=1)).transpose(1, 2)
+
+
+def _is_common(layer: Any) -> bool:
+    """Whether a module has the parts of the common kind of decoder layer, and no others."""
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    attention, mlp = ({name for name, _ in part.named_children()} for part in (layer.self_attn, layer.mlp))
+    if mlp != _MLP or attention not in (_ATTENTION, _ATTENTION | {*_HEAD_NORMS}):
+        return False
+    gates = torch.linspace(-9, 9, 64)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(layer.self_attn, name) for name in attention & {*_HEAD_NORMS}]
+    stacked = [layer.self_attn.q_proj, layer.mlp.gate_proj]
+    plain = [layer.self_attn.o_proj, layer.mlp.down_proj]
+    return (
+        all(isinstance(norm, FusedRMSNorm) for norm in norms)
+        and len({norm.eps for norm in norms[2:]}) < 2
+        and all(isinstance(part, IntegerPart) for part in stacked)
+        and all(isinstance(part, IntegerLinear) and part.bias is None for part in plain)
+        and layer.mlp.gate_proj.whole.bias is None
+        and torch.allclose(layer.mlp.act_fn(gates), F.silu(gates))
+    )

@@ -1,0 +1,147 @@
+"""What a decoder layer does to a row between the matrix products; compiled by numba.
+
+Every row is treated by itself, so that its bits never depend on its neighbours. Arrays are float32 and contiguous. A
+"scaled" row lies in [-1, 1] and is rotated in blocks (`int8.rotate`); its scale, one number, takes it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from langchain_card.runtime.cpu.compiled import Array, row_wise
+
+BLOCK = 64  # features rotated together; `int8.ROTATED_BLOCK`
+
+_ONE, _TINY, _HALF = np.float32(1.0), np.float32(1e-30), np.float32(0.5)
+_ROOT = np.float32(1 / 8)  # of BLOCK: the butterflies below leave each block 8 times too large
+_LOG2_E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_EXP = tuple(np.float32(c) for c in (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5))
+_EXP_LIMIT = np.float32(87.0)
+_NO_SIGN = np.int32(0x7FFFFFFF)
+
+
+@row_wise
+def _largest_magnitude(bits: Any) -> np.float32:
+    """Of floats, given as integers: without their signs both are in the same order, and this one runs in vectors."""
+    top = np.int32(0)
+    for i in range(len(bits)):
+        top = max(top, bits[i] & _NO_SIGN)
+    one = np.empty(1, dtype=np.int32)
+    one[0] = top
+    found: np.float32 = one.view(np.float32)[0]
+    return found
+
+
+@row_wise
+def scale_row(row: Array) -> np.float32:
+    """In place: rotates whole blocks and divides by the largest magnitude; returns the scale."""
+    factor, half = _ONE, BLOCK // 2
+    if len(row) % BLOCK == 0:
+        factor, other = _ROOT, np.empty(BLOCK, dtype=np.float32)
+        for start in range(len(row) // BLOCK):
+            own = row[start * BLOCK : start * BLOCK + BLOCK]
+            for _ in range(3):  # six times sums and differences of neighbours, to the two halves: all pairs have met
+                for i in range(half):
+                    other[i] = own[2 * i] + own[2 * i + 1]
+                    other[half + i] = own[2 * i] - own[2 * i + 1]
+                for i in range(half):
+                    own[i] = other[2 * i] + other[2 * i + 1]
+                    own[half + i] = other[2 * i] - other[2 * i + 1]
+    largest = max(_largest_magnitude(row.view(np.int32)), _TINY)
+    shrink = _ONE / largest
+    for i in range(len(row)):
+        row[i] *= shrink
+    grown: np.float32 = largest * factor
+    return grown
+
+
+@row_wise
+def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
+    """RMS norm."""
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    factor = _ONE / np.sqrt(total / np.float32(len(x)) + eps)
+    for i in range(len(x)):
+        out[i] = weight[i] * (x[i] * factor)
+
+
+@row_wise
+def exp(row: Array, bits: Any) -> None:
+    """Exponentials, in place, of float32 up to 87; by Cephes' series, for that runs in vectors. `bits` is scratch."""
+    for i in range(len(row)):
+        x = max(row[i], -_EXP_LIMIT)
+        k = np.floor(x * _LOG2_E + _HALF)
+        x = x - k * _LN2_HIGH - k * _LN2_LOW
+        series = _EXP[0]
+        series = series * x + _EXP[1]
+        series = series * x + _EXP[2]
+        series = series * x + _EXP[3]
+        series = series * x + _EXP[4]
+        series = series * x + _EXP[5]
+        row[i] = series * x * x + x + _ONE
+        bits[i] = (np.int32(k) + np.int32(127)) << np.int32(23)
+    powers = bits.view(np.float32)
+    for i in range(len(row)):
+        row[i] *= powers[i]
+
+
+@row_wise
+def gate_row(y: Array, factor: np.float32, out: Array, bits: Any) -> None:
+    """SiLU(gate) * up.
+
+    Args:
+        y: at least 2 x features, products of a scaled row: gates, then ups.
+        factor: the scale of that row.
+        out: [features].
+        bits: int32 [features], scratch.
+    """
+    size = len(out)
+    gate, up = y[:size], y[size : 2 * size]
+    for i in range(size):
+        out[i] = min(-gate[i] * factor, _EXP_LIMIT)
+    exp(out, bits)
+    for i in range(size):
+        out[i] = (gate[i] * factor) / (_ONE + out[i]) * (up[i] * factor)
+
+
+@row_wise
+def split_heads(
+    y: Array, factor: np.float32, bias: Array, cos: Array, sin: Array, norms: Array, eps: np.float32,
+    q: Array, k: Array, v: Array,
+) -> None:  # fmt: skip
+    """Queries and keys, rotated to their position, and values, of one row.
+
+    Args:
+        y: [all heads x head_dim] at least, products of a scaled row: queries, keys, values.
+        factor: the scale of that row.
+        bias: [all heads x head_dim], or empty.
+        cos: [head_dim], cosines of the row's position.
+        sin: likewise.
+        norms: [2, head_dim] weights of an RMS norm for queries and keys (Qwen 3), or empty.
+        eps: of those norms.
+        q: [heads, head_dim], to be filled.
+        k: likewise.
+        v: likewise.
+    """
+    (num_q, size), num_k = q.shape, len(k)
+    half = size // 2
+    row = np.empty((num_q + 2 * num_k) * size, dtype=np.float32)
+    for i in range(len(row)):
+        row[i] = y[i] * factor
+    if len(bias):
+        for i in range(len(row)):
+            row[i] += bias[i]
+    for h in range(num_q + num_k):
+        own = row[h * size : (h + 1) * size]
+        if len(norms):
+            norm_row(own, norms[0 if h < num_q else 1], eps, own)
+        out = q[h] if h < num_q else k[h - num_q]
+        for i in range(half):
+            out[i] = own[i] * cos[i] - own[i + half] * sin[i]
+            out[i + half] = own[i + half] * cos[i + half] + own[i] * sin[i + half]
+    for h in range(num_k):
+        start = (num_q + num_k + h) * size
+        v[h] = row[start : start + size]

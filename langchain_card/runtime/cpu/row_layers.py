@@ -1,0 +1,219 @@
+"""Decoder layers of the common kind over any rows, compiled: all in one call, or each in two around its attention.
+
+On a CPU a step of a small model would be half small operations: dozens a layer, each with its own dispatch, and all of
+them cold, because the weights have just been read through the caches. Here rows are normed, rotated, scaled and rounded
+for the integer kernel in one pass, and shared out to the threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled, row_wise
+from langchain_card.runtime.cpu.integer_matmul import Levels, Sums, Weights, empty_levels, multiply, one, set_levels
+from langchain_card.runtime.cpu.row_attention import Heads, Seen, attend
+from langchain_card.runtime.cpu.row_kernels import gate_row, norm_row, scale_row, split_heads
+
+
+class Stack(NamedTuple):
+    """All decoder layers of a model. Every array has the layer first.
+
+    Attributes:
+        norms: [layers, 2, features] weights of the RMS norms.
+        eps: [layers, 2] of those norms.
+        qkv: matrices of queries, keys and values.
+        bias: [layers, outputs] of that product, or [layers, 0].
+        head_norms: [layers, 2, head_dim] weights of an RMS norm for queries and keys, or [layers, 0, 0].
+        head_eps: [layers] of those norms.
+        out: matrices.
+        gate_up: matrices of gates and ups.
+        down: matrices.
+        windows, scalings, softcaps: [layers] of `row_attention.Heads`.
+        num_heads, num_kv_heads: of each layer.
+    """
+
+    norms: Array
+    eps: Array
+    qkv: Weights
+    bias: Array
+    head_norms: Array
+    head_eps: Array
+    out: Weights
+    gate_up: Weights
+    down: Weights
+    windows: Slots
+    scalings: Numbers
+    softcaps: Numbers
+    num_heads: int
+    num_kv_heads: int
+
+
+@compiled()
+def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: Array, seen: Seen, threads: int) -> None:
+    """All layers.
+
+    Args:
+        x: [rows, features]; replaced by the output.
+        stack: of the model.
+        cos: [rows, head_dim], cosines of the rows' positions.
+        sin: likewise.
+        kv: [layers, 2, kv_heads, slots, head_dim].
+        seen: by the rows.
+        threads: of `compiled.cores`.
+    """
+    rows, size = cos.shape
+    q = np.empty((rows, stack.num_heads, size), np.float32)
+    k = np.empty((rows, stack.num_kv_heads, size), np.float32)
+    v = np.empty_like(k)
+    for i in range(len(stack.norms)):
+        heads(
+            x, stack.norms[i, 0], stack.eps[i, 0], one(stack.qkv, i), stack.bias[i], cos, sin, stack.head_norms[i],
+            stack.head_eps[i], q, k, v, threads,
+        )  # fmt: skip
+        wanted = Heads(stack.windows[i], stack.scalings[i], stack.softcaps[i])
+        attended = attend(q, k, v, kv[i], seen, wanted, threads).reshape(rows, -1)
+        rest(
+            x, attended, one(stack.out, i), stack.norms[i, 1], stack.eps[i, 1], one(stack.gate_up, i),
+            one(stack.down, i), threads,
+        )  # fmt: skip
+
+
+@compiled()
+def linear(x: Array, weights: Weights, bias: Array, threads: int) -> Array:
+    """A linear layer.
+
+    Args:
+        x: [rows, features].
+        weights: of the layer.
+        bias: [outputs], or empty.
+        threads: of `compiled.cores`.
+
+    Returns:
+        [rows, outputs].
+    """
+    y, scale = _product(x, np.empty(0, np.float32), np.float32(0), weights, threads)
+    out = np.empty((len(x), weights.outputs), np.float32)
+    for n in range(len(x)):
+        for i in range(weights.outputs):
+            out[n, i] = y[n, i] * scale[n]
+        if len(bias):
+            for i in range(weights.outputs):
+                out[n, i] += bias[i]
+    return out
+
+
+@compiled()
+def heads(
+    x: Array, norm: Array, eps: np.float32, qkv: Weights, bias: Array, cos: Array, sin: Array, head_norms: Array,
+    head_eps: np.float32, q: Array, k: Array, v: Array, threads: int,
+) -> None:  # fmt: skip
+    """From a layer's input to its attention.
+
+    Args:
+        x: [rows, features].
+        norm: [features] weight of the first norm.
+        eps: of that norm.
+        qkv: matrix of queries, keys and values.
+        bias: of that product, or empty.
+        cos: [rows, head_dim], cosines of the rows' positions.
+        sin: likewise.
+        head_norms: see `row_kernels.split_heads`.
+        head_eps: of those norms.
+        q: [rows, heads, head_dim], to be filled.
+        k: likewise.
+        v: likewise.
+        threads: of `compiled.cores`.
+    """
+    y, scale = _product(x, norm, eps, qkv, threads)
+    for n in range(len(x)):
+        split_heads(y[n], scale[n], bias, cos[n], sin[n], head_norms, head_eps, q[n], k[n], v[n])
+
+
+@compiled()
+def rest(
+    x: Array, attended: Array, out: Weights, norm: Array, eps: np.float32, gate_up: Weights, down: Weights, threads: int
+) -> None:
+    """From its attention to a layer's output.
+
+    Args:
+        x: [rows, features], the layer's input; replaced by its output.
+        attended: [rows, heads x head_dim].
+        out: matrix.
+        norm: [features] weight of the second norm.
+        eps: of that norm.
+        gate_up: matrix of gates and ups.
+        down: matrix.
+        threads: of `compiled.cores`.
+    """
+    y, scale = _product(attended, np.empty(0, np.float32), np.float32(0), out, threads)
+    _add(x, y, scale)
+    y, scale = _product(x, norm, eps, gate_up, threads)
+    levels, begin = empty_levels(len(x), down)
+    if threads == 1 or len(x) == 1:
+        _gate(y, scale, down, levels, begin, 0, 1)
+    else:
+        _gate_together(y, scale, down, levels, begin, threads)
+    _add(x, multiply(levels, begin, down, threads), scale)
+
+
+@compiled()
+def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, threads: int) -> tuple[Array, Array]:
+    """Products of rows, which are normed before if there is a norm; and their scales [rows]."""
+    scale = np.empty(len(x), np.float32)
+    levels, begin = empty_levels(len(x), weights)
+    if threads == 1 or len(x) == 1:
+        _read(x, norm, eps, weights, scale, levels, begin, 0, 1)
+    else:
+        _read_together(x, norm, eps, weights, scale, levels, begin, threads)
+    return multiply(levels, begin, weights, threads), scale
+
+
+@compiled()
+def _read(
+    x: Array, norm: Array, eps: np.float32, weights: Weights, scale: Array, levels: Levels, begin: Sums,
+    thread: int, threads: int,
+) -> None:  # fmt: skip
+    """One thread's rows."""
+    row = np.empty(x.shape[1], np.float32)
+    for n in range(thread, len(x), threads):
+        if len(norm):
+            norm_row(x[n], norm, eps, row)
+        else:
+            row[:] = x[n]
+        scale[n] = scale_row(row)
+        set_levels(row, n, weights, levels, begin)
+
+
+@compiled(parallel=True)
+def _read_together(
+    x: Array, norm: Array, eps: np.float32, weights: Weights, scale: Array, levels: Levels, begin: Sums, threads: int
+) -> None:
+    for thread in numba.prange(threads):
+        _read(x, norm, eps, weights, scale, levels, begin, np.int64(thread), threads)
+
+
+@compiled()
+def _gate(y: Array, scale: Array, weights: Weights, levels: Levels, begin: Sums, thread: int, threads: int) -> None:
+    """One thread's rows; their scales are replaced."""
+    row, bits = np.empty(weights.features, np.float32), np.empty(weights.features, np.int32)
+    for n in range(thread, len(y), threads):
+        gate_row(y[n], scale[n], row, bits)
+        scale[n] = scale_row(row)
+        set_levels(row, n, weights, levels, begin)
+
+
+@compiled(parallel=True)
+def _gate_together(y: Array, scale: Array, weights: Weights, levels: Levels, begin: Sums, threads: int) -> None:
+    for thread in numba.prange(threads):
+        _gate(y, scale, weights, levels, begin, np.int64(thread), threads)
+
+
+@row_wise
+def _add(x: Array, y: Array, scale: Array) -> None:
+    """Adds products of scaled rows to `x`."""
+    for n in range(len(x)):
+        for i in range(x.shape[1]):
+            x[n, i] += y[n, i] * scale[n]

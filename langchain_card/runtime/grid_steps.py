@@ -1,0 +1,146 @@
+"""Steps over fixed grids of rows: buckets, captured CUDA graphs, and eager execution where there are none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from langchain_card.runtime.attention import ATTENTION_NAME, card_attention, register
+from langchain_card.runtime.families import decoder_layers
+from langchain_card.runtime.grid_attention import MAX_SCORED_ROWS, Bucket, MaskedPlan, StepInputs, longest
+from langchain_card.runtime.kv_cache import KVPool
+from langchain_card.runtime.rows import Rows
+
+log = logging.getLogger(__name__)
+
+_capturing = threading.Lock()
+"""One capture at a time in a process: what else is queued meanwhile may end up in it."""
+
+WARM_UPS = 2
+"""Runs before a capture: kernels are chosen and workspaces taken by then."""
+
+
+@dataclass(slots=True)
+class _Grid:
+    """A bucket's buffers, and its graph once it was captured."""
+
+    inputs: StepInputs
+    graph: torch.cuda.CUDAGraph | None = None
+    logits: Tensor | None = None
+
+
+class GridSteps:
+    """Runs a model over grids of rows.
+
+    Args:
+        model: a causal LM of transformers whose attention implementation is "card".
+        pool: its sequences' KV.
+        window: keys that a sliding layer sees, or None where the model has none.
+        capture: replay CUDA graphs; what cannot be captured runs eagerly from then on, with one warning.
+        width: rows of each sequence, where every step shall be of one bucket, which holds all sequences and positions;
+            None for the smallest bucket that does.
+    """
+
+    def __init__(
+        self, model: Any, pool: KVPool, *, window: int | None, capture: bool, width: int | None = None
+    ) -> None:
+        self._model, self._pool, self._window, self._capture = model, pool, window, capture
+        self._only = None if width is None else Bucket(pool.num_seqs, width, pool.max_len)
+        self._grids: dict[Bucket, _Grid] = {}
+        self._memory: Any = None  # shared by all graphs: one runs at a time
+
+    def run(self, batch: Sequence[Rows]) -> Tensor:
+        """The rows of at most one entry per sequence; logits [rows wanted, vocabulary], until the next call."""
+        if self._only is not None:
+            return torch.cat([self._run(piece, self._only) for piece in _pieces(batch, self._only.width)])
+        return self._run(batch, Bucket.of(batch))
+
+    def _run(self, batch: Sequence[Rows], bucket: Bucket) -> Tensor:
+        if self._only is None and longest(batch) > MAX_SCORED_ROWS:  # a text: its shape hardly comes again
+            inputs = StepInputs(self._pool, bucket, self._window)
+            return self._forward(inputs, bucket, _wanted(batch, inputs.fill(batch)))
+        grid = self._grids.get(bucket)
+        if grid is None:
+            grid = self._grids[bucket] = _Grid(StepInputs(self._pool, bucket, self._window))
+        wanted = _wanted(batch, grid.inputs.fill(batch))
+        if self._capture and grid.graph is None:
+            self._try_capture(grid, bucket)
+        if grid.graph is not None:
+            grid.graph.replay()
+        elif self._only is None or not wanted:
+            return self._forward(grid.inputs, bucket, wanted)
+        else:  # the head's rows are all rows, too
+            grid.logits = self._forward(grid.inputs, bucket, None)
+        assert grid.logits is not None
+        return grid.logits if wanted == [*range(len(grid.logits))] else grid.logits[wanted]
+
+    def _forward(self, inputs: StepInputs, bucket: Bucket, wanted: Sequence[int] | None) -> Tensor:
+        """Logits of the rows wanted, or of all."""
+        call = {
+            "input_ids": inputs.numbers[0].reshape(1, -1),
+            "position_ids": inputs.numbers[1].reshape(1, -1),
+            "attention_mask": inputs.no_mask,
+            "use_cache": False,
+            "step": MaskedPlan.of(inputs, self._pool, bucket, self._window),
+        }
+        if wanted is not None and not wanted:
+            self._model.get_decoder()(**call)
+            return torch.empty(0, self._model.config.get_text_config().vocab_size, device=inputs.numbers.device)
+        keep = 0 if wanted is None else torch.tensor(wanted, device=inputs.numbers.device)
+        logits: Tensor = self._model(**call, logits_to_keep=keep).logits[0]
+        return logits
+
+    def _try_capture(self, grid: _Grid, bucket: Bucket) -> None:
+        try:
+            with _capturing:
+                for _ in range(WARM_UPS):
+                    self._forward(grid.inputs, bucket, None)
+                device = self._pool.layers[0].device
+                torch.cuda.synchronize(device)
+                graph, own = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)  # not torch's, of any device
+                with torch.cuda.graph(graph, pool=self._memory, stream=own, capture_error_mode="thread_local"):
+                    grid.logits = self._forward(grid.inputs, bucket, None)
+                grid.graph, self._memory = graph, graph.pool()
+        except Exception as error:
+            self._capture, grid.graph = False, None
+            log.warning("steps run eagerly, several times slower: no CUDA graph of %s (%s)", bucket, error)
+
+
+def compile_layers(model: Any) -> None:
+    """Compiles the decoder layers, which are all alike, once for all numbers of rows; attention apart from them.
+
+    A layer's own number would make each a new program, so what depends on it (which KV is read) stays outside.
+    """
+    name = f"{ATTENTION_NAME}-apart"
+    register(name, torch.compiler.disable(card_attention))  # type: ignore[no-untyped-call]
+    model.set_attn_implementation(name)
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+
+
+def _pieces(batch: Sequence[Rows], width: int) -> Iterator[list[Rows]]:
+    """The batch, its texts cut so that no piece has more rows than `width`."""
+    for first in range(0, longest(batch), width):
+        piece = []
+        for rows in batch:
+            own = rows.token_ids[first : first + width]
+            if own:
+                last = first + width >= len(rows.token_ids)
+                piece.append(replace(rows, token_ids=own, start=rows.start + first, ask=rows.ask and last))
+        yield piece
+
+
+def _wanted(batch: Sequence[Rows], where: Sequence[int]) -> list[int]:
+    """Rows of the grid whose logits are wanted, in the batch's order."""
+    wanted: list[int] = []
+    first = 0
+    for rows in batch:
+        wanted += (where[first + row] for row in rows.wanted)
+        first += len(rows.token_ids)
+    return wanted

@@ -1,0 +1,165 @@
+"""What a conformance suite asks of tiny models, and what they answer by the plain loop over transformers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from langchain_card import plugins
+from langchain_card.config import EngineConfig, Limits, Pins, Schedule
+from langchain_card.constraints.compiler import Grammars
+from langchain_card.core.request import Request, SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.engine.generation import Completion
+from langchain_card.models.tokenizer import read_tokenizer
+from langchain_card.ports import Drafter, Setting
+from langchain_card.runtime.threads import single_threaded
+from langchain_card.testing import naive, tiny
+from langchain_card.testing.tokenizer import byte_tokenizer
+
+ARCHS = ("llama", "qwen2", "gemma2")
+NAME = "under-test"
+"""Of the plug-in, for the engine's configuration."""
+
+MAX_LEN = 256
+LIMITS = Limits(max_num_seqs=4, max_queue=1024, restart_seconds=0.01, max_ngram_bytes=65_536)
+EOS = (256,)
+LETTERS = "abcdef"
+LETTER_IDS: tuple[int, ...] = tuple(byte_tokenizer()(LETTERS).input_ids)
+ONLY_LETTERS = tuple((token, 100.0) for token in LETTER_IDS)
+"""A bias behind which any other token has no chance: texts of so few symbols repeat themselves."""
+
+
+class Asked(NamedTuple):
+    """One prompt, and how to decode."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class Text(NamedTuple):
+    """A request and the target's own answer."""
+
+    request: Request
+    answer: tuple[int, ...]
+
+
+@functools.cache
+def folder(arch: str, what: str = "target") -> str:
+    """Of a tiny random model; `what="draft"` is one that matches it in part."""
+    home = _home() / arch
+    if what == "draft":
+        return tiny.make_draft(folder(arch), home / what, noise=0.02)
+    return tiny.make_target(arch, home / what)
+
+
+@functools.cache
+def _home() -> Path:
+    home = Path(tempfile.mkdtemp(prefix="conformance-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return home
+
+
+@functools.cache
+def model(arch: str) -> Any:
+    """The same, of transformers, in float64."""
+    return naive.load(folder(arch), torch.float64)
+
+
+@functools.cache
+def answer(arch: str, asked: Asked) -> tuple[int, ...]:
+    """The plain loop's. Grammars are none of its business: such an answer is the engine's, by the target alone."""
+    if asked.params.grammar:
+        with Engine(EngineConfig(folder(arch), None, dtype="float64", max_model_len=MAX_LEN)) as engine:
+            return engine.submit(asked.prompt_ids, asked.params).result().token_ids
+    with single_threaded():
+        return tuple(naive.generate(naive.reading(model(arch)), *asked, EOS).token_ids)
+
+
+def encode(text: str) -> tuple[int, ...]:
+    """One token a byte."""
+    return tuple(byte_tokenizer()(text).input_ids)
+
+
+@functools.cache
+def asked(arch: str, grammar: str = "", max_tokens: int = 32) -> tuple[Asked, ...]:
+    """Prompts at random, and such as drafters have something to say about; greedy and sampled, some with penalties."""
+    letters = "".join(LETTERS[(i * i + i // 5) % len(LETTERS)] for i in range(40))
+    few: dict[str, Any] = {} if grammar else {"logit_bias": ONLY_LETTERS}
+    penalties: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 40}
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("def add(a, b):\n    return a + b\n\ndef add(", {}),
+        (letters, few),
+        (letters, {**few, "temperature": 1.0, "seed": 1}),
+        (letters[::-1], {**few, "temperature": 0.6, "seed": 2, "top_p": 0.9}),
+        ("the quick brown fox; the quick brown", {"temperature": 0.8, "seed": 3}),
+        ("x" * 60, {**penalties, "temperature": 0.7, "seed": 4}),
+    ]
+    every = [Asked(encode(p), SamplingParams(max_tokens=max_tokens, grammar=grammar, **more)) for p, more in kinds]
+    own = () if grammar else answer(arch, every[1])  # it goes on as it did before
+    return (*every, Asked((*every[1].prompt_ids, *own), every[1].params))
+
+
+def texts(grammar: str = "") -> list[Text]:
+    """Of the first tiny model, numbered from 1."""
+    found = asked(ARCHS[0], grammar, 48)
+    return [Text(Request(i, *one, EOS), answer(ARCHS[0], one)) for i, one in enumerate(found, 1)]
+
+
+def setting() -> Setting:
+    """As an engine over the first tiny model has it."""
+    tokenizer = read_tokenizer(Path(folder(ARCHS[0])))
+    grammars = Grammars(tokenizer, tiny.VOCAB, EOS, LIMITS)
+    return Setting(tiny.VOCAB, MAX_LEN, LIMITS.num_seqs, EOS, tokenizer, grammars.start, LIMITS)
+
+
+@dataclass
+class Factory:
+    """Makes the plug-in, perhaps wrapped, and says of it what the engine asks of a class."""
+
+    make: Callable[[Setting], Drafter]
+    name: str
+    paced: bool
+    of_grammars: bool = False
+    made: int = 0
+
+    def __call__(self, setting: Setting) -> Drafter:
+        """A fresh one."""
+        self.made += 1
+        return self.make(setting)
+
+
+@contextlib.contextmanager
+def running(arch: str, factory: Factory | None = None, **options: Any) -> Iterator[Engine]:
+    """An engine that asks a drafter for all it has, and verifies it, whatever that costs.
+
+    Args:
+        arch: of the target.
+        factory: of the drafter; None where `draft_model` in the options names it.
+        options: of `EngineConfig`.
+    """
+    if factory is not None:
+        plugins.register("drafters", NAME, factory)
+    pins = Pins(draft_width=4, window=LIMITS.max_window, lead=4)
+    usual = {"dtype": "float64", "drafters": (), "max_model_len": MAX_LEN, "limits": LIMITS, "pins": pins}
+    try:
+        with Engine(EngineConfig(folder(arch), **{"draft_model": NAME, **usual, **options})) as engine:
+            assert factory is None or factory.made, "the engine has made another drafter in its place"
+            yield engine
+    finally:
+        plugins._registered.pop(("drafters", NAME), None)
+
+
+def answers(engine: Engine, every: Sequence[Asked], schedule: Schedule) -> list[Completion]:
+    """All of them at once."""
+    begun = [engine.submit(one.prompt_ids, replace(one.params, schedule=schedule)) for one in every]
+    return [generation.result() for generation in begun]

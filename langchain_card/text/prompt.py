@@ -1,0 +1,287 @@
+"""Chat messages to prompt token ids, with the model's own chat template."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    InvalidToolCall,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+)
+from tokenizers.pre_tokenizers import ByteLevel
+
+from langchain_card.errors import ContextOverflowError, InvalidInputError, UnsupportedContentError
+from langchain_card.text.control_tokens import control_tokens, map_texts
+from langchain_card.text.tool_form import Turn, describe_document, describe_tools, tool_form
+
+_ROLES: dict[type[BaseMessage], str] = {
+    SystemMessage: "system",
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    ToolMessage: "tool",
+}
+_REASONING = ("reasoning", "thinking", "redacted_thinking")  # the last one is encrypted: no text
+_CALLS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "input_json_delta", "function_call")
+_MADE = ("tool_call", "tool_use")
+_TEXTS = ("content", "reasoning_content")
+
+BEYOND_REPAIR = ']"]'
+"""Behind the arguments of a call that is not to be made, in a stream, where LangChain would complete them."""
+
+
+def to_conversation(messages: Sequence[BaseMessage], model: str) -> list[Turn]:
+    """Messages in the form that chat templates take.
+
+    Text blocks are joined. What an AI message thought goes into `reasoning_content`, and its blocks that repeat
+    `tool_calls` are left out, so that answers stored with `output_version="v1"` can be sent back; calls that could not
+    be read are text. Results of tools in a human message become turns of their own, before it. Templates have no place
+    for a result's status: one that is an error says so in its first word.
+
+    Args:
+        messages: system, human, AI, tool and chat messages; text only.
+        model: its name, for errors.
+
+    Raises:
+        InvalidInputError: no messages, or a message of another kind.
+        UnsupportedContentError: content that is not text.
+    """
+    if not messages:
+        raise InvalidInputError("messages", [], "must hold at least one message", "pass a string or a list of messages")
+    return [_turn(part, model) for message in messages for part in _parts(message)]
+
+
+def encode(
+    conversation: Sequence[Turn],
+    tokenizer: Any,
+    model: str,
+    tools: Sequence[dict[str, Any]] = (),
+    document: Mapping[str, Any] | None = None,
+    max_len: int | None = None,
+) -> list[int]:
+    """Prompt token ids of a conversation, the header of the answer included.
+
+    Control tokens in it are the template's own: where a text spells one, it is read as ordinary characters. When the
+    template refuses the conversation, neighbours of one role are merged; then system turns become the user's, too.
+
+    Args:
+        conversation: of `to_conversation`.
+        tokenizer: of transformers, with a chat template.
+        model: its name, for errors.
+        tools: that the model may call, in OpenAI's form; see `tools.form` for how the model is told of them.
+        document: schema of the document that the answer is to be, if it is to be one.
+        max_len: tokens of the context; a text that cannot fit is refused before its tokens are counted.
+
+    Raises:
+        ContextOverflowError: see `check_length`.
+        InvalidInputError: there is no chat template, it refuses the conversation, or makes control tokens of a text.
+    """
+    if not tokenizer.chat_template:
+        hint = "use an instruct model; base models only continue text"
+        raise InvalidInputError("model", model, "its tokenizer has no chat template", hint)
+    refusal: TemplateError | None = None
+    map_texts([list(conversation), list(tools)], _check_text)
+    told = list(conversation)
+    if not tool_form(tokenizer).native:
+        told, tools = describe_tools(told, tools), ()
+    if document is not None:
+        told = describe_document(told, document)
+    for turns in _forms(told):
+        try:
+            return _ids(turns, list(tools), tokenizer, model, max_len)
+        except TemplateError as error:  # noqa: PERF203 - three times at most
+            refusal = refusal or error
+    roles, words = [turn["role"] for turn in conversation], control_tokens(tokenizer).unmark(str(refusal))
+    raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {words}") from refusal
+
+
+def check_length(text: str, tokenizer: Any, max_len: int) -> None:
+    """Refuses a text of so many characters that its tokens cannot fit: to count them may take many seconds.
+
+    Args:
+        text: as the tokenizer is to read it.
+        tokenizer: of transformers.
+        max_len: tokens of the context.
+
+    Raises:
+        ContextOverflowError: as it says.
+    """
+    if tokenizer not in _most_chars:
+        _most_chars[tokenizer] = _chars_per_token(tokenizer)
+    if len(text) > max_len * _most_chars[tokenizer]:
+        limit, hint = f"the context holds {max_len:,} tokens", "shorten the prompt or raise max_model_len"
+        raise ContextOverflowError("prompt", f"{len(text):,} characters", limit, hint)
+
+
+_most_chars: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+
+def _chars_per_token(tokenizer: Any) -> float:
+    """Characters that a token stands for at most; infinite where text may vanish before it becomes tokens."""
+    backend, vocab = tokenizer.backend_tokenizer, tokenizer.get_vocab()
+    keeps_all = (
+        "ByteLevel" in repr(backend.decoder)
+        and vocab.keys() >= set(ByteLevel.alphabet())
+        and repr(backend.normalizer) in ("None", "NFC()")
+        and "Removed" not in repr(backend.pre_tokenizer)
+        and not any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    )
+    return 2 * max(map(len, vocab)) if keeps_all else math.inf  # NFC makes of two characters a byte at least
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError("messages", text, f"must be text ({error.reason})", "decode it otherwise") from error
+    return text
+
+
+# Messages to turns.
+
+
+def _parts(message: BaseMessage) -> list[BaseMessage]:
+    """The message, or the results of tools in it, where a human brings them, and what is left."""
+    if not isinstance(message, HumanMessage) or isinstance(message.content, str):
+        return [message]
+    results = [block for block in message.content if isinstance(block, dict) and block.get("type") == "tool_result"]
+    others = [block for block in message.content if block not in results]
+    tools = [
+        ToolMessage(
+            block.get("content") or "",
+            tool_call_id=block.get("tool_use_id", ""),
+            status="error" if block.get("is_error") else "success",
+        )
+        for block in results
+    ]
+    return [*tools, message.model_copy(update={"content": others})] if others or not results else [*tools]
+
+
+def _turn(message: BaseMessage, model: str) -> Turn:
+    turn: Turn = {"role": _role(message), "content": ""}
+    for block in [message.content] if isinstance(message.content, str) else message.content:
+        _add(block, turn, model)
+    if message.name:
+        turn["name"] = message.name
+    if isinstance(message, ToolMessage):
+        turn["tool_call_id"] = message.tool_call_id
+        if message.status == "error" and not turn["content"].lstrip().lower().startswith("error"):
+            turn["content"] = f"Error: {turn['content']}" if turn["content"] else "Error"
+    if isinstance(message, AIMessage):
+        thought = turn.get("reasoning_content") or message.additional_kwargs.get("reasoning_content")
+        turn |= {"reasoning_content": str(thought)} if thought else {}
+        calls = _calls(message)
+        turn |= {"tool_calls": calls} if calls else {}
+        turn["content"] = "\n".join(filter(None, [turn["content"], *map(_written, message.invalid_tool_calls)]))
+    return turn
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, ChatMessage):
+        return message.role
+    for kind, role in _ROLES.items():
+        if isinstance(message, kind):
+            return role
+    raise InvalidInputError("messages", message.type, "must be system, human, ai, tool or chat messages")
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+
+
+def _written(call: InvalidToolCall) -> str:
+    name, arguments = json.dumps(call["name"], ensure_ascii=False), (call["args"] or "").removesuffix(BEYOND_REPAIR)
+    return f'{{"name": {name}, "arguments": {arguments}'
+
+
+def _calls(message: AIMessage) -> list[dict[str, Any]]:
+    """Those of the message, then those that only a block of it tells of."""
+    known = {call["id"] for call in message.tool_calls}
+    blocks = [block for block in message.content if isinstance(block, dict) and block.get("type") in _MADE]
+    others = [
+        ToolCall(name=str(block.get("name")), args=block.get("args") or block.get("input") or {}, id=block.get("id"))
+        for block in blocks
+        if block.get("id") not in known
+    ]
+    return [_call(call) for call in (*message.tool_calls, *others)]
+
+
+def _add(block: str | dict[Any, Any], turn: Turn, model: str) -> None:
+    """Makes a block part of its turn. Here a target that reads more than text would take what it reads."""
+    if isinstance(block, str):
+        block = {"type": "text", "text": block}
+    kind, by_model = str(block.get("type")), turn["role"] == "assistant"
+    if kind == "text" and isinstance(block.get("text"), str):
+        turn["content"] += block["text"]
+    elif by_model and kind in _REASONING:
+        thought = block.get("reasoning") or block.get("thinking") or ""
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + str(thought)
+    elif not (by_model and (kind in _CALLS or kind.startswith("server_tool_"))):
+        hint = "pass text blocks; what they say can be written out"
+        raise UnsupportedContentError("content block", block.get("type"), f"{model} reads text only", hint)
+
+
+# Turns to token ids.
+
+
+def _ids(turns: list[Turn], tools: list[dict[str, Any]], tokenizer: Any, model: str, max_len: int | None) -> list[int]:
+    """Token ids; the control tokens among them are those of the same turns with harmless texts."""
+    control = control_tokens(tokenizer)
+
+    def apply(turns: list[Turn], tools: list[dict[str, Any]], tokenize: bool = False) -> Any:
+        return tokenizer.apply_chat_template(
+            turns, tools=tools or None, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+        )
+
+    if max_len is not None:
+        check_length(apply(turns, tools), tokenizer, max_len)
+    marked = map_texts([turns, tools], control.mark)
+    ids = list(apply(turns, tools, tokenize=True)) if marked == [turns, tools] else control.encode(apply(*marked))
+    harmless, harmless_tools = map_texts(marked, control.defuse)
+    for turn in harmless:
+        turn |= {key: control.fence(turn[key]) for key in _TEXTS if isinstance(turn.get(key), str)}
+    if control.among(ids) != control.found_in(apply(harmless, harmless_tools)):
+        limit = f"the chat template of {model} makes control tokens of their text"
+        raise InvalidInputError("messages", [turn["role"] for turn in turns], limit, "leave out what looks like one")
+    return ids
+
+
+def _forms(turns: list[Turn]) -> Iterator[list[Turn]]:
+    """Conversations that say the same, in the order in which they are tried."""
+    yield turns
+    yield _merged(turns)
+    yield _merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
+
+
+def _merged(turns: list[Turn]) -> list[Turn]:
+    """Neighbours of one role as one turn; results of tools stay apart, each belongs to a call."""
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and turn["role"] == merged[-1]["role"] != "tool":
+            merged[-1] = _joined(merged[-1], turn)
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _joined(first: Turn, second: Turn) -> Turn:
+    """Two turns of one role as one; a name stays if it is that of both."""
+    both = {**first, **second}
+    for key in _TEXTS:
+        if key in both:
+            both[key] = "\n\n".join(turn[key] for turn in (first, second) if turn.get(key))
+    if "tool_calls" in both:
+        both["tool_calls"] = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    if first.get("name") != second.get("name"):
+        del both["name"]
+    return both

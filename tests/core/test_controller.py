@@ -1,0 +1,244 @@
+"""The controller: what it decides, and what it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from langchain_card.config import EngineConfig, Limits, Pins, Schedule
+from langchain_card.core.controller import MIN_CHANCE, Controller
+from langchain_card.core.frontier import Frontier
+from langchain_card.core.policy import Load
+from langchain_card.core.request import Request, SamplingParams
+from langchain_card.errors import InvalidInputError
+from tests.simulation import ToyDrafter, ToyModel, ToyTarget
+from tests.simulation.simulated import Simulation, simulate
+
+
+def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float], per_token: float) -> Controller:
+    """A controller that has seen these step times and one token in `per_token` seconds."""
+    policy, load = Controller(shared_device=schedule == "sequential"), Load(schedule)  # type: ignore[arg-type]
+    for nodes, elapsed in draft.items():
+        policy.saw_draft_step(load, nodes, nodes, elapsed, 1)
+    for rows, elapsed in target.items():
+        policy.saw_pass(load, 1, rows, 1, elapsed, per_token)
+    return policy
+
+
+def test_draft_steps_must_pay() -> None:
+    load = Load("sequential")
+    assert Controller(shared_device=True).draft_pays(load, Frontier([0.5]), 0), "nothing is known yet: measure"
+    policy = learnt("sequential", {1: 0.06}, {1: 0.10, 4: 0.13, 8: 0.17}, 0.10)
+    assert policy.draft_pays(load, Frontier([0.9]), 0) and not policy.draft_pays(load, Frontier([0.5]), 0)
+    assert policy.draft_pays(load, Frontier([0.5, 0.45]), 0), "several nodes a step count together"
+
+
+def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> None:
+    load = Load("parallel")
+    policy = learnt("parallel", {1: 0.01, 4: 0.01}, {1: 0.1, 9: 0.1}, 0.025)
+    assert policy.draft_pays(load, Frontier([0.9]), 3) and not policy.draft_pays(load, Frontier([0.5]), 3)
+    assert not policy.draft_pays(load, Frontier([0.9]), 9), "ten layers a pass: the draft is the slower"
+    assert policy.patience(load) == pytest.approx(0.02)
+
+
+def test_a_node_is_expanded_when_its_row_costs_less_than_it_saves() -> None:
+    free = learnt("parallel", {1: 0.01, 5: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
+    dear = learnt("parallel", {1: 0.01, 5: 0.02}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
+    assert free.min_chance == MIN_CHANCE and dear.min_chance == pytest.approx(0.25)
+    assert free.widths == (Limits().max_draft_width,) * Limits().max_lead
+    missed = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=False)
+    assert missed.widths[:3] == (1, 1, Limits().max_draft_width), "narrow after a miss, then wide"
+
+
+def test_leave_is_for_layers_whatever_a_step_brings() -> None:
+    """A draft above another drafter gets as many steps as bring the largest lead."""
+    policy, load = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05), Load("parallel")
+    for _ in range(100):
+        policy.saw_draft_step(load, 5, 5, 0.01, 4)
+    assert len(policy.leave(load, hit=True).widths) in (4, 5), "16 layers, by steps of 4"
+    for _ in range(100):
+        policy.saw_draft_step(load, 50, 50, 0.01, 50)
+    assert len(policy.leave(load, hit=True).widths) == 1
+
+
+def test_requests_that_share_draft_steps_make_them_cheap() -> None:
+    """Rows cost nothing in steps of 8 and of 16 nodes, though one request's share of them differs."""
+    load, policy = Load("parallel", 8), Controller(shared_device=False)
+    for nodes, together in ((1, 8), (2, 8), (2, 16), (4, 16)):
+        policy.saw_draft_step(load, nodes, together, 0.01 * nodes / together, 1)
+    assert policy.leave(load, hit=True).min_chance == MIN_CHANCE
+    assert policy.costs_of(load).draft_share(1) == pytest.approx(0.01 / policy.costs_of(load).sharing.value)
+
+
+def test_a_window_is_as_wide_as_its_rows_pay() -> None:
+    load = Load("sequential")
+    assert Controller(shared_device=True).windows(load, [[0.9, 0.1]]) == [1], "nothing is known yet: the likely ones"
+    policy = learnt("sequential", {}, {1: 0.10, 4: 0.106, 8: 0.18}, 0.10)
+    times = policy.costs["sequential", 1].target
+    assert times.at(2) == pytest.approx(0.102) and times.at(6) == pytest.approx(0.143)
+    assert policy.windows(load, [[0.9, 0.05, 0.05, 0.05]]) == [3], "rows are nearly free up to the knee"
+    assert policy.windows(load, [[0.9, 0.8, 0.7, 0.6, 0.5, 0.1]]) == [5], "behind it they must pay"
+    assert policy.windows(load, [[0.01]]) == [0]
+
+
+def test_requests_that_are_verified_together_compete_for_rows() -> None:
+    load = Load("parallel", 2)
+    policy = Controller(shared_device=False)
+    for rows, elapsed in ((2, 0.10), (4, 0.104), (6, 0.18)):
+        policy.saw_pass(load, 2, rows, 2, elapsed, 0.10)
+    assert policy.windows(load, [[0.9, 0.8, 0.3], [0.2, 0.1]]) == [2, 0], "two rows are cheap, and go to the likely"
+    alone = Load("parallel", 1)
+    assert policy.windows(alone, [[0.9, 0.8, 0.3]]) == [3], "of one request alone nothing is known yet"
+
+
+def test_what_is_pinned_is_not_decided() -> None:
+    pinned = Controller(shared_device=False, pins=Pins(draft_width=3, window=2, lead=2))
+    load = Load("parallel")
+    assert set(pinned.leave(load, hit=True).widths) == {3}
+    assert pinned.windows(load, [[0.01, 0.01]]) == [1]
+    assert pinned.draft_pays(load, Frontier([0.01]), 1) and not pinned.draft_pays(load, Frontier([0.99]), 2)
+    with pytest.raises(InvalidInputError, match="draft_width"):
+        Pins(draft_width=0)
+    with pytest.raises(InvalidInputError, match=r"pins\.window.*16.*max_window"):
+        EngineConfig(pins=Pins(window=17))
+
+
+def slow_once(usual: Callable[[int], float], least: int, seconds: float) -> Callable[[int], float]:
+    """Step times of which the first over `least` rows or more takes long."""
+    cold = [seconds]
+    return lambda rows: cold.pop() if rows >= least and cold else usual(rows)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+@pytest.mark.parametrize("cold", [(0.1, 0.02), (20.0, 0.02), (0.1, 0.5), (0.1, 20.0)])
+def test_one_slow_step_does_not_end_speculation(schedule: Schedule, cold: tuple[float, float]) -> None:
+    """The first one over several rows, or of the draft, may take long: a page fault, a kernel that is built."""
+    model, speeds = ToyModel(200, top=0.8, sibling=0.7), []
+    for target_cold, draft_cold in ((0.1, 0.02), cold):
+        policy = Controller(shared_device=schedule == "sequential")
+        target = ToyTarget(model, slow_once(lambda rows: 0.1 + 0.002 * rows, 2, target_cold))
+        drafter = ToyDrafter(model, step_time=slow_once(lambda _: 0.02, 1, draft_cold))
+        for number in range(2):  # the second answer counts
+            params = SamplingParams(max_tokens=200, schedule=schedule)
+            _, stats = simulate(Request(number, (1, 2), params), target, drafter, policy, Limits())
+        speeds.append(stats.tokens_per_second)
+    assert speeds[1] > 0.9 * speeds[0]
+
+
+def test_what_never_pays_is_tried_less_and_less() -> None:
+    load, policy = Load("sequential"), Controller(shared_device=True)
+    policy.saw_draft_step(load, 1, 1, 1.0, 1)
+    policy.saw_pass(load, 1, 2, 1, 5.0, 0.1)
+    policy.saw_pass(load, 1, 1, 1, 0.1, 0.1)
+    drafted, verified = [], []
+    for number in range(1, 300):
+        candidates = [0.9] if policy.draft_pays(load, Frontier([0.9]), 0) else []
+        if candidates:
+            drafted.append(number)
+            policy.saw_draft_step(load, 1, 1, 1.0, 1)
+        (width,) = policy.windows(load, [candidates])
+        verified += [number] * width
+        policy.saw_pass(load, 1, 1 + width, 1, 5.0 if width else 0.1, 5.0 if width else 0.1)
+    assert drafted == [31, 31 + 64, 31 + 64 + 128]
+    assert set(verified) <= set(drafted)
+
+
+def test_a_trial_that_is_due_does_not_stand_in_the_way_of_what_pays() -> None:
+    """Where prompt lookup keeps candidates coming, a lead is always there."""
+    load, policy = Load("sequential"), learnt("sequential", {1: 0.02}, {1: 0.10, 4: 0.13}, 0.10)
+    for _ in range(40):
+        policy.saw_pass(load, 1, 4, 2, 0.13, 0.13)
+    assert policy.draft_pays(load, Frontier([0.9]), 3) and not policy.draft_pays(load, Frontier([0.1]), 3)
+    assert policy.draft_pays(load, Frontier([0.1]), 0), "the trial"
+
+
+def test_requests_that_wait_are_not_in_the_pass() -> None:
+    """Four run, one is verified: its candidates came true, so they go on being verified."""
+    load, policy = Load("sequential", 4), Controller(shared_device=True)
+    for rows, elapsed in ((1, 0.10), (4, 0.13)):
+        policy.saw_pass(load, 1, rows, 1, elapsed, 0.10)
+    for _ in range(50):
+        assert policy.windows(load, [[0.9]]) == [1]
+        policy.saw_pass(load, 1, 2, 2, 0.11, 0.11)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+def test_the_time_per_token_is_that_of_all_answers_together(schedule: Schedule) -> None:
+    """Requests that drift apart are not counted twice."""
+    model, policy = ToyModel(200, top=0.8), Told(shared_device=schedule == "sequential")
+    target, drafter = ToyTarget(model, lambda rows: 0.1), ToyDrafter(model, step_time=lambda _: 0.03)
+    limits = Limits(max_num_seqs=3)
+    requests = [Request(i, (1, 2 + i), SamplingParams(max_tokens=60, schedule=schedule)) for i in range(3)]
+    simulation = Simulation(target, drafter, policy, limits)
+    simulation.run(requests)
+    assert 0.9 * simulation.now < sum(policy.since) <= simulation.now
+
+
+class Told(Controller):
+    """Writes the times between passes down."""
+
+    def saw_pass(
+        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+    ) -> None:
+        self.since = [*getattr(self, "since", []), since_last or 0.0]
+        super().saw_pass(load, requests, rows, tokens, elapsed, since_last)
+
+
+def measured(parallel: tuple[float, float, float], sequential: tuple[float, float, float], hits: int) -> Controller:
+    """A policy that saw passes of one row and of eight, and draft steps, of these seconds; and `hits` of ten tokens."""
+    policy = Controller(shared_device=True, overlaps=True)
+    for schedule, (one, eight, step) in (("parallel", parallel), ("sequential", sequential)):
+        load = Load(schedule)  # type: ignore[arg-type]
+        for _ in range(40):
+            policy.saw_pass(load, 1, 1, 1, one, one)
+            policy.saw_pass(load, 1, 8, 4, eight, eight)
+            policy.saw_draft_step(load, 1, 1, step, 1)
+    for i in range(600):
+        policy.saw_token(hit=i % 10 < hits, first=i % 10 < hits)
+    return policy
+
+
+def test_auto_is_the_schedule_that_measured_steps_make_faster() -> None:
+    overlap_pays = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9)
+    assert overlap_pays.auto(1, None) == "parallel"
+    cores_are_few = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
+    assert cores_are_few.auto(1, None) == "sequential"
+
+
+def test_auto_changes_with_the_number_of_requests() -> None:
+    policy = measured((0.06, 0.14, 0.02), (0.055, 0.09, 0.015), hits=9)
+    assert policy.auto(1, None) == "parallel"
+    assert policy.auto(1, "parallel") == "parallel"
+    assert policy.auto(16, "parallel") == "sequential", "a pass over many rows wants all cores"
+    assert policy.auto(16, "sequential") == "sequential"
+    assert policy.auto(1, "sequential") == "parallel", "the last one of a batch"
+    assert policy.auto(1, "parallel") == "parallel"
+
+
+def test_auto_does_not_change_for_little() -> None:
+    policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.001), hits=9)
+    better, worse = policy.seconds_a_token("sequential", 2), policy.seconds_a_token("parallel", 2)
+    assert 0.85 * worse < better < worse
+    assert policy.auto(2, "parallel") == "parallel"
+    assert policy.auto(2, None) == "sequential"
+
+
+def test_several_requests_that_begin_where_nothing_is_known_have_all_cores() -> None:
+    fresh = Controller(shared_device=True, overlaps=True)
+    assert fresh.auto(8, None) == "sequential"
+    assert fresh.auto(1, "sequential") == "sequential", "what nobody knows goes on as it was"
+
+
+@pytest.mark.parametrize(("shared", "schedule"), [(True, "sequential"), (False, "parallel")])
+def test_auto_elsewhere_is_what_the_devices_say(shared: bool, schedule: str) -> None:
+    policy = Controller(shared_device=shared)
+    assert {policy.auto(count, None) for count in (1, 2, 16)} == {schedule}
+
+
+def test_auto_tries_what_was_never_measured_and_seldom_what_is_slower() -> None:
+    fresh = Controller(shared_device=True, overlaps=True)
+    assert fresh.auto(1, None) == "parallel"
+    policy = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
+    ran = [policy.auto(1, None) for _ in range(200)]
+    assert [i for i, schedule in enumerate(ran) if schedule == "parallel"] == [32, 97]

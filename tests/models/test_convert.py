@@ -1,0 +1,148 @@
+"""A user's safetensors folder -> int8, once; the writer of weight files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+
+from langchain_card.errors import DiskSpaceError, InvalidInputError, ModelStoreError
+from langchain_card.models.convert import WeightWriter
+from langchain_card.models.safety import inspect_folder
+from langchain_card.models.store import ModelStore
+from tests.support.wheelhouse import Record, tensors
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def llama_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with odd sizes, as a user's folder of two or more safetensors shards."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=12,
+        intermediate_size=17,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=33,
+        tie_word_embeddings=request.param == "tied",
+    )
+    folder = tmp_path_factory.mktemp(request.param)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_int8_of_a_users_folder(llama_folder: Path, tmp_path: Path) -> None:
+    store = ModelStore(tmp_path)
+    assert store.prepare(str(llama_folder), "float") == llama_folder
+    folder = store.prepare(str(llama_folder), "int8")
+    assert store.prepare(str(llama_folder), "int8") == folder == store.prepare(str(folder), "int8")
+    stored, model = tensors(folder), AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            restored = stored[f"{name}.weight_int8"].float() * stored[f"{name}.weight_scale"][:, None]
+            assert (restored - module.weight).abs().max() <= module.weight.abs().max() / 127
+    assert stored["model.embed_tokens.weight"].dtype == torch.float16
+    assert (folder / "tokenizer.json").exists()
+    with pytest.raises(InvalidInputError, match="float ones were asked for"):
+        store.prepare(str(folder), "float")
+
+
+def test_changed_folder_is_converted_again_and_the_old_form_removed(llama_folder: Path, tmp_path: Path) -> None:
+    store, copy = ModelStore(tmp_path / "cache"), tmp_path / "copy"
+    shutil.copytree(llama_folder, copy)
+    first = store.prepare(str(copy), "int8")
+    (copy / "generation_config.json").write_text('{"eos_token_id": 1}')
+    second = store.prepare(str(copy), "int8")
+    assert first != second
+    assert not first.exists()
+    assert [model.name for model in store.list()[3:]] == [str(copy)]
+    store.remove(str(copy))
+    assert not second.exists()
+    assert copy.exists()
+
+
+def test_two_starts_at_once_convert_once(llama_folder: Path, tmp_path: Path) -> None:
+    record = Record()
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: ModelStore(tmp_path).prepare(str(llama_folder), "int8", record), range(2)))
+    assert folders[0] == folders[1]
+    assert record.stages().count("read config and tokenizer") == 1
+
+
+def test_leftovers_of_a_killed_conversion_are_removed(llama_folder: Path, tmp_path: Path) -> None:
+    store = ModelStore(tmp_path)
+    folder = store.prepare(str(llama_folder), "int8")
+    leftover = folder.parent / ".int8-99999999"
+    folder.rename(leftover)
+    (leftover / "model.safetensors").write_bytes(b"half")
+    store.prepare(str(llama_folder), "int8")
+    assert [p.name for p in folder.parent.iterdir()] == ["int8"]
+
+
+def test_damaged_conversion_is_made_anew(llama_folder: Path, tmp_path: Path) -> None:
+    store = ModelStore(tmp_path)
+    weights = store.prepare(str(llama_folder), "int8") / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-5])
+    assert (store.prepare(str(llama_folder), "int8") / "model.safetensors").read_bytes() == whole
+
+
+def test_conversion_checks_the_disk(llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DiskSpaceError, match=r"needs \d+ bytes, 1000 are free"):
+        ModelStore(tmp_path).prepare(str(llama_folder), "int8")
+
+
+@pytest.mark.parametrize("problem", ["quantization_config", "encoder", "unknown type", "missing shard tensor"])
+def test_folder_that_cannot_become_int8(llama_folder: Path, tmp_path: Path, problem: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(llama_folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    if problem == "quantization_config":
+        config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    elif problem == "encoder":
+        config = {"model_type": "t5", "vocab_size": 33}
+    elif problem == "unknown type":
+        config["model_type"] = "no-such-model"
+    else:
+        config["num_hidden_layers"] = 3
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelStoreError):
+        ModelStore(tmp_path / "cache").prepare(str(copy), "int8")
+
+
+def test_weights_beyond_half_precision_stay_full(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=16))
+    with torch.no_grad():
+        model.transformer.wpe.weight[0, 0] = 1e6
+    model.save_pretrained(folder)
+    stored = tensors(ModelStore(tmp_path / "cache").prepare(str(folder), "int8"))
+    assert stored["transformer.wpe.weight"][0, 0] == 1e6
+    assert stored["transformer.wte.weight"].dtype == torch.float16
+    assert stored["transformer.h.0.attn.c_attn.weight"].dtype == torch.float16  # Conv1D is no linear layer
+    assert "lm_head.weight_int8" in stored
+
+
+def test_writer_keeps_every_tensor_aligned(tmp_path: Path) -> None:
+    odd = {
+        "a": torch.ones(3, 5, dtype=torch.int8),
+        "b": torch.ones(3),
+        "c": torch.ones(7, 3).half(),
+        "d": torch.ones(4),
+    }
+    (tmp_path / "config.json").write_text("{}")
+    writer = WeightWriter(tmp_path / "model.safetensors", odd, "int8")
+    for name, tensor in odd.items():
+        writer.add(name, tensor)
+    writer.close()
+    inspect_folder(tmp_path)
+    assert all(torch.equal(tensor, odd[name]) for name, tensor in tensors(tmp_path).items())

@@ -1,0 +1,131 @@
+"""Downloads from a model hub, which here is a server on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.support import wheelhouse
+from tests.support.wheelhouse import PARTS, WHOLE, finish, worker
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers like the model hub for one GGUF file and one repository; `silent` makes it never answer."""
+
+    files: dict[str, bytes]
+    silent = False
+    refuse_content = False
+    stated_size = 0
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        if self.silent:
+            time.sleep(20)
+        if self.path.startswith("/api/models/someone/model/tree/"):
+            files = [(path.rsplit("/", 1)[-1], data) for path, data in self.files.items() if "/model/" in path]
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": "1" * 40} for name, data in files]
+            self.send(json.dumps(tree).encode(), body)
+        elif self.path.startswith("/api/models/someone/model/"):
+            siblings = [{"rfilename": path.rsplit("/", 1)[-1]} for path in self.files if "/model/" in path]
+            self.send(json.dumps({"id": "someone/model", "sha": "0" * 40, "siblings": siblings}).encode(), body)
+        elif (data := self.files.get(self.path.replace("0" * 40, "main"))) is not None:
+            if body and self.refuse_content:
+                self.send_error(503)
+            else:
+                self.send(data, body)
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    def send(self, data: bytes, body: bool) -> None:
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", str(len(data)))
+        if self.stated_size and "/resolve/" in self.path:
+            self.send_header("X-Linked-Size", str(self.stated_size))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    wheelhouse.use(tmp_path, monkeypatch)
+    handler = type("Hub", (Hub,), {"files": {"/someone/tiny/resolve/main/tiny.gguf": WHOLE}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+def test_hub_comes_first(hub: type[Hub], tmp_path: Path) -> None:
+    code, lines, err = finish(worker(tmp_path / "cache", "pull", "tiny"))
+    assert code == 0, err
+    assert "download tiny.gguf" in lines
+    assert not any("card-tiny" in line for line in lines)
+    assert [p.name for p in (tmp_path / "cache/models/tiny").iterdir()] == ["source.gguf"]
+
+
+@pytest.mark.parametrize("fault", ["silent", "other file", "content refused", "unknown"])
+def test_index_serves_when_the_hub_does_not(hub: type[Hub], tmp_path: Path, fault: str) -> None:
+    hub.silent = fault == "silent"
+    hub.refuse_content = fault == "content refused"
+    if fault in ("other file", "unknown"):
+        hub.files = {"/someone/tiny/resolve/main/tiny.gguf": b"other"} if fault == "other file" else {}
+    started = time.monotonic()
+    code, lines, err = finish(worker(tmp_path / "cache", "pull", "tiny"))
+    assert code == 0, err
+    assert sum("card-tiny" in line for line in set(lines)) == len(PARTS)
+    assert (tmp_path / "cache/models/tiny/source.gguf").read_bytes() == WHOLE
+    if fault == "silent":
+        assert time.monotonic() - started < 25
+
+
+def test_hub_id(hub: type[Hub], tmp_path: Path) -> None:
+    names = {"config.json": b"[]", "model.safetensors": b"x", "evil.py": b"import os", "pytorch_model.bin": b"pickle"}
+    hub.files.update({f"/someone/model/resolve/main/{name}": data for name, data in names.items()})
+    hub.stated_size = 10**16
+    assert "DiskSpaceError" in finish(worker(tmp_path / "cache", "pull", "someone/model"))[2]
+    hub.stated_size = 0
+    assert "DownloadError" in finish(worker(tmp_path / "cache", "path", "someone/model"))[2]
+    code, lines, err = finish(worker(tmp_path / "cache", "pull", "someone/model"))
+    assert code == 0, err
+    assert sorted(p.name for p in Path(lines[-1]).iterdir()) == ["config.json", "model.safetensors"]
+    code, _, err = finish(worker(tmp_path / "cache", "prepare", "someone/model", "float"))
+    assert "UnsafeModelError: config.json" in err
+    code, lines, err = finish(worker(tmp_path / "cache", "pull", "someone/model", HF_ENDPOINT="http://127.0.0.1:9"))
+    assert code == 0, err  # the hub's own cache serves without a network
+
+
+@pytest.mark.parametrize(("endpoint", "error"), [("", "UnknownModelError"), ("http://127.0.0.1:9", "DownloadError")])
+def test_hub_id_that_cannot_be_had(hub: type[Hub], tmp_path: Path, endpoint: str, error: str) -> None:
+    environment = {"HF_ENDPOINT": endpoint} if endpoint else {}
+    started = time.monotonic()
+    code, _, err = finish(worker(tmp_path / "cache", "pull", "someone/nothing", **environment))
+    assert code == 1
+    assert f"errors.{error}: model = 'someone/nothing'" in err
+    assert time.monotonic() - started < 30

@@ -1,0 +1,45 @@
+"""Every notebook in the cookbook runs in a fresh kernel, and is what its source says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support import ROOT, SMALL
+
+SOURCES = sorted((ROOT / "cookbook").glob("*.py"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_the_notebook_is_its_source_executed(source: Path) -> None:
+    notebook = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    nbformat.validate(notebook)
+    expected = [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells]
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == expected
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not any(output.output_type == "error" for cell in code for output in cell.outputs)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_the_notebook_says_what_it_brings_and_takes(source: Path) -> None:
+    introduction = " ".join(jupytext.read(source).cells[0].source.split())
+    assert "At the end of this page" in introduction
+    assert re.search(r"It takes (about )?(a|two|three|four|five) minutes?", introduction)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_the_notebook_runs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANGCHAIN_CARD_MODEL", SMALL)
+    monkeypatch.setenv("LANGCHAIN_CARD_DRAFT_MODEL", "ngram")
+    notebook = jupytext.read(source)
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    warned = [line for output in shown if output.get("name") == "stderr" for line in output.text.splitlines()]
+    assert not [line for line in warned if "ended an answer early" not in line], "no warnings but the one that is shown"
+    assert not [output.text for output in shown if "same text: False" in output.get("text", "")]

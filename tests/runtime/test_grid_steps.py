@@ -1,0 +1,102 @@
+"""Steps over fixed grids, on a CPU without graphs: the same tokens; and one width gives one arithmetic."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from langchain_card.config import EngineConfig
+from langchain_card.models.loader import load_model, resolve
+from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.rows import Rows
+from langchain_card.runtime.runner import ModelRunner
+from tests.support import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Pairs = dict[str, tuple[str, str]]
+
+
+def runner(folder: str, dtype: str, width: int | None, num_seqs: int = 3) -> ModelRunner:
+    model = load_model(resolve(EngineConfig(folder, None, dtype=dtype, max_model_len=512)).target)
+    return ModelRunner(model, max_len=512, num_scratch=16, num_seqs=num_seqs, width=width)
+
+
+def tree(rng: random.Random, count: int, slots: list[int]) -> list[tuple[int, ...]]:
+    """Paths of a random tree under one first row."""
+    paths: list[tuple[int, ...]] = [(slots[0],)]
+    for slot in slots[1:count]:
+        paths.append((*rng.choice(paths), slot))
+    return paths
+
+
+@pytest.mark.parametrize("arch", tiny.CONFIGS)
+def test_grids_compute_what_free_rows_do(tiny_pairs: Pairs, arch: str) -> None:
+    """Texts of different lengths, trees in any slots, sequences that are not there; in float64, up to rounding."""
+    free, grid = (runner(tiny_pairs[arch][0], "float64", width) for width in (None, 16))
+    rng = random.Random(3)
+    texts = [[rng.randrange(256) for _ in range(length)] for length in (70, 5, 33)]
+    caches: list[list[KVCache]] = [[model.open() for _ in texts] for model in (free, grid)]
+    for model, own in zip((free, grid), caches, strict=True):
+        model.step([Rows(cache, text, 0) for cache, text in zip(own, texts, strict=True)])
+    for _ in range(4):
+        asked = [(i, rng.randint(1, 12), rng.sample(range(16), 12)) for i in rng.sample(range(3), rng.randint(1, 3))]
+        shapes = [(i, [rng.randrange(256) for _ in range(n)], tree(rng, n, slots)) for i, n, slots in asked]
+        results = [
+            model.step([Rows(own[i], ids, own[i].length, paths) for i, ids, paths in shapes])
+            for model, own in zip((free, grid), caches, strict=True)
+        ]
+        tolerance = 1e-5 if arch == "gemma2" else 1e-9  # its softmax is in float32, as transformers has it
+        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+        i, ids, paths = shapes[0]
+        longest = max(paths, key=len)
+        for own in caches:
+            own[i].keep(longest, [ids[[path[-1] for path in paths].index(slot)] for slot in longest])
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_width_is_one_arithmetic(tiny_pairs: Pairs, arch: str, dtype: str) -> None:
+    """Read or decoded, alone or beside others, one row at a time or a chain of many: logits have the same bits."""
+    model = runner(tiny_pairs[arch][0], dtype, width=8, num_seqs=2)
+    rng = random.Random(5)
+    text = [rng.randrange(256) for _ in range(90)]
+
+    def logits(sizes: list[int], *, beside: bool = False) -> torch.Tensor:
+        model.pool.forget()
+        cache, other = model.open(), model.open()
+        model.step([Rows(cache, text[:40], 0)])
+        found = []
+        for size in sizes:
+            own, first = text[cache.length : cache.length + size], 16 + cache.length
+            batch = [Rows(cache, own, cache.length, [tuple(range(first, first + i + 1)) for i in range(len(own))])]
+            if beside:
+                batch.append(Rows(other, [3, 5], other.length, [(2,), (2, 7)]))
+            found.append(model.step(batch)[: len(own)].clone())
+            cache.keep(range(first, first + len(own)), own)
+        return torch.cat(found)
+
+    plain = logits([1] * 48)
+    assert torch.equal(logits([8] * 6), plain)
+    assert torch.equal(logits([3, 8, 1, 5, 7, 8, 2, 6, 8]), plain)
+    assert torch.equal(logits([4] * 12, beside=True), plain)
+    # And where steps have the width of their rows they differ, else this test would prove nothing.
+    if dtype == "bfloat16":
+        free = runner(tiny_pairs[arch][0], dtype, width=None)
+        cache = free.open()
+        free.step([Rows(cache, text[:40], 0)])
+        assert not torch.equal(next(free.follow(cache, text[40:56])), plain[:16])
+
+
+def test_a_full_grid_answers_in_the_order_of_the_batch(tiny_pairs: Pairs) -> None:
+    model = runner(tiny_pairs["llama"][0], "float64", width=8, num_seqs=2)
+    caches = model.open(), model.open()
+    windows = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
+    batch = [
+        Rows(cache, ids, 0, [tuple(range(i + 1)) for i in range(8)]) for cache, ids in zip(caches, windows, strict=True)
+    ]
+    first, second = model.step(batch).clone().split(8)
+    assert not torch.equal(first, second)
+    assert torch.equal(model.step(batch[::-1]), torch.cat([second, first]))

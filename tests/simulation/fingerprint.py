@@ -1,0 +1,138 @@
+"""A world's state as one value: equal for states that cannot behave differently, whatever numbers they have reached.
+
+Left out: statistics, times, and the absolute values of step ids, epochs and incarnations; only how they compare
+matters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_card.core import messages as m
+from langchain_card.core.candidates import DEAD, CandidateTree
+from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.state import RequestState
+from tests.simulation.process import Draft
+from tests.simulation.world import World
+
+
+def fingerprint(world: World) -> int:
+    """A hash of what matters of `world`: 64 bits, so that a collision among millions is unlikely.
+
+    Python gives -1 and -2 the same hash: no field may hold both.
+    """
+    core, scheduler = world.core, world.core.scheduler
+    states = {s.request.request_id: s for s in (*scheduler.running.values(), *scheduler.waiting)}
+    value = (
+        tuple(scheduler.running),
+        tuple(state.request.request_id for state in scheduler.waiting),
+        tuple(_request(state) for state in states.values()),
+        tuple(sorted(world.finished)),
+        tuple(world.finished[request_id].value for request_id in sorted(world.finished)),
+        tuple(len(tokens) for tokens in world.emitted.values()),
+        scheduler.capacity,
+        core.draining,
+        tuple(name in core.workers for name in (m.TARGET, *world.drafts)),
+        None if world.target is None else tuple(world.target.held.items()),
+        None if world.windows is None else tuple(window.request_id for window in world.windows),
+        tuple(window.request_id for window in world.unread),
+        world.waiting,
+        tuple((verdict.request_id, _is_awaited(states, verdict)) for verdict in world.late),
+        tuple(world.restarts),
+        tuple(sorted(world.faults.items())),
+        tuple(_draft(draft, name, states) for name, draft in world.drafts.items()),
+    )
+    return hash(value)
+
+
+def _is_awaited(states: dict[int, RequestState], verdict: m.Verdict) -> bool:
+    state = states.get(verdict.request_id)
+    return state is not None and state.window is not None and state.window.step_id == verdict.step_id
+
+
+def _request(state: RequestState) -> Any:
+    tree, number = state.tree, _canonical(state.tree)
+    live = [node for node in range(tree.root + 1, len(tree)) if number.get(node, DEAD) >= 0]
+    window = state.window
+    return (
+        len(state.output_ids),
+        tuple(
+            (
+                number[tree.parents[node]],
+                tree.tokens[node],
+                tree.sources[node],
+                node in tree.looked,
+                node in tree.listed,
+            )
+            for node in live
+        ),
+        tree.root in tree.looked,
+        None if window is None else (window.token_ids, window.parents, window.kept_rows),
+        state.kept_rows,
+        state.wait_until is not None,
+        state.paused,
+        state.schedule,
+        state.failures,
+        tuple((name, source.lead(tree), _source(source, number)) for name, source in state.sources.items()),
+        tuple((p.source, *_proposal(p)) for p in state.heard if _is_known(p, state.sources.get(p.source))),
+    )
+
+
+def _source(source: SourceState, number: dict[int, int]) -> Any:
+    return (
+        tuple(number.get(node, DEAD) for node in source.nodes),
+        tuple(sorted(n for node in source.expanded if (n := number.get(node, DEAD)) != DEAD)),
+        source.applied_len,
+        source.credits,
+        source.exhausted,
+    )
+
+
+def _is_known(p: m.Proposal, source: SourceState | None) -> bool:
+    return source is not None and p.incarnation == source.incarnation
+
+
+def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
+    def against(request_id: int, incarnation: int, epoch: int) -> Any:
+        state = states.get(request_id)
+        source = state.sources.get(name) if state is not None else None
+        if source is None or source.incarnation != incarnation:
+            return None  # stale for ever
+        return max(epoch - source.epoch, -1)  # all older ones are stale alike
+
+    trees = []
+    for request_id, tree in draft.drafter.trees.items():
+        begun, leave = draft.worker.begun[request_id], draft.worker.leave[request_id]
+        shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), tree.published)
+        epoch = against(request_id, begun.incarnation, tree.epoch)
+        trees.append((request_id, epoch, shape, len(tree.output_ids), leave))
+    outbox = [
+        (p.request_id, relative, *_proposal(p))
+        for p in draft.outbox
+        if (relative := against(p.request_id, p.incarnation, p.epoch)) is not None
+    ]
+    stale = len(draft.outbox) - len(outbox)
+    return draft.alive, tuple(trees), tuple(map(_command, draft.inbox)), tuple(outbox), stale
+
+
+def _proposal(p: m.Proposal) -> Any:
+    return (p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded)
+
+
+def _command(command: Any) -> Any:
+    match command:
+        case m.Begin(_, request):
+            return ("begin", request.request_id, len(command.output_ids))
+        case m.Correct(_, request_id, start, token_ids):
+            return ("correct", request_id, start, len(token_ids))
+        case m.Grow(_, request_id, widths):
+            return ("grow", request_id, widths)
+        case m.End(_, request_id):
+            return ("end", request_id)
+
+
+def _canonical(tree: CandidateTree) -> dict[int, int]:
+    """Number of each node that can still matter: committed ones from -3 downwards, live candidates from 0 upwards."""
+    number = {node: -3 - depth for depth, node in enumerate(tree.path)}
+    live = (node for node in range(tree.root + 1, len(tree)) if tree.is_alive(node))
+    return number | {node: i for i, node in enumerate(live)} | {DEAD: DEAD}

@@ -1,0 +1,60 @@
+"""A drafter as a process of its own: the real worker, its two channels, and its death."""
+
+from __future__ import annotations
+
+from langchain_card.core.messages import Proposal
+from langchain_card.engine.draft_worker import DraftWorker
+from langchain_card.ports import DraftCommand
+from tests.simulation.toy import ToyDrafter
+
+
+class Draft:
+    """A drafter's worker and the channels to and from it.
+
+    Attributes:
+        drafter: a toy.
+        worker: the engine's own.
+        alive: whether the process is.
+        inbox, outbox: what is under way.
+    """
+
+    def __init__(self, drafter: ToyDrafter) -> None:
+        self.drafter = drafter
+        self.alive = True
+        self.inbox: list[DraftCommand] = []
+        self.outbox: list[Proposal] = []
+        self._short: tuple[int, ...] = ()
+        self.worker = DraftWorker(drafter, self.outbox.append, self._note)
+
+    def copy(self) -> Draft:
+        """An independent copy."""
+        copied = Draft(self.drafter.copy())
+        copied.alive = self.alive
+        copied.worker.begun |= self.worker.begun
+        copied.worker.leave |= self.worker.leave
+        copied.worker.min_chance |= self.worker.min_chance
+        copied.worker.applied |= self.worker.applied
+        copied.inbox += self.inbox
+        copied.outbox += self.outbox
+        return copied
+
+    @property
+    def may_step(self) -> bool:
+        """Whether some request has leave."""
+        return any(self.worker.leave.values())
+
+    def run_out_of_memory(self) -> tuple[int, ...]:
+        """A step that has no memory; the requests that it was for."""
+        self.drafter.out_of_memory = True
+        self.worker.step()
+        self.drafter.out_of_memory = False
+        return self._short
+
+    def die(self) -> None:
+        """What was sent may still arrive."""
+        self.alive = False
+        self.inbox.clear()
+        self.worker.close()
+
+    def _note(self, request_ids: tuple[int, ...]) -> None:
+        self._short = request_ids

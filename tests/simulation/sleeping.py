@@ -1,0 +1,149 @@
+"""Sleeping devices: the real driver, workers, transports and threads, over models that only sleep.
+
+So that real concurrency is tested where there is no second device: a sleeping step holds neither a core nor the
+interpreter, as a GPU's does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from typing_extensions import Self
+
+from langchain_card.config import Limits
+from langchain_card.core import messages as m
+from langchain_card.core.controller import Controller
+from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.policy import Policy
+from langchain_card.core.query import Source
+from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.engine.draft_worker import DraftWorker
+from langchain_card.engine.driver import Driver
+from langchain_card.engine.generation import Generation
+from langchain_card.engine.transports.thread import ThreadTransport
+from langchain_card.ports import Budget, Transport
+from langchain_card.testing.tokenizer import byte_tokenizer
+from langchain_card.text.detokenizer import Detokenizer
+from tests.simulation.toy import StepTime, ToyDrafter, ToyModel, ToyTarget
+
+
+class SleepingTarget(ToyTarget):
+    """A target whose passes take their time.
+
+    Attributes:
+        taken: seconds that each pass took: the operating system wakes a sleeper late.
+    """
+
+    def __init__(self, model: ToyModel, step_time: StepTime) -> None:
+        super().__init__(model, step_time)
+        self.taken: list[float] = []
+
+    def verify(self, windows: Sequence[m.Window]) -> list[m.Verdict]:
+        """The scripted tokens, after a sleep."""
+        begun = time.perf_counter()
+        verdicts = super().verify(windows)
+        self.taken.append(_sleep_until(begun, sum(verdict.elapsed for verdict in verdicts)))
+        return verdicts
+
+
+class SleepingDrafter(ToyDrafter):
+    """A drafter whose steps take their time.
+
+    Attributes:
+        stall: seconds that the next step takes longer.
+        taken: seconds that each step took.
+    """
+
+    def __init__(self, model: ToyModel, step_time: StepTime) -> None:
+        super().__init__(model, step_time=step_time)
+        self.stall = 0.0
+        self.taken: list[float] = []
+
+    def step(self, budgets: Sequence[Budget]) -> list[m.Proposal]:
+        """The scripted candidates, after a sleep."""
+        begun = time.perf_counter()
+        proposals = super().step(budgets)
+        stall, self.stall = self.stall, 0.0
+        self.taken.append(_sleep_until(begun, stall + sum(proposal.elapsed for proposal in proposals)))
+        return proposals
+
+
+def _sleep_until(begun: float, seconds: float) -> float:
+    """Sleeps the rest of a step that lasts `seconds`, its script included; the seconds that it took."""
+    time.sleep(max(0.0, begun + seconds - time.perf_counter()))
+    return time.perf_counter() - begun
+
+
+class SleepingEngine:
+    """An engine over a toy pair whose steps sleep. A context manager.
+
+    Args:
+        model: the script.
+        target_time, draft_time: seconds of a step by its number of rows.
+        limits: bounds.
+        policy: of the coordinator; the learning one by default.
+        transport: makes that of a drafter "toy" that lives elsewhere; `draft_time` is without effect then.
+    """
+
+    def __init__(
+        self,
+        model: ToyModel,
+        target_time: StepTime,
+        draft_time: StepTime,
+        limits: Limits | None = None,
+        policy: Policy | None = None,
+        transport: Callable[[Driver], Transport] | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        policy = policy or Controller(shared_device=False, limits=limits)
+        self.drafters: list[SleepingDrafter] = []
+        self.target_time = target_time
+        self._ids = itertools.count()
+        self._tokenizer = byte_tokenizer()
+        make_draft = functools.partial(SleepingDrafter, model, step_time=draft_time)
+        self.driver = Driver(
+            Coordinator([Source("toy", paced=True)], limits, policy),
+            lambda: SleepingTarget(model, target_time),
+            {"toy": transport or functools.partial(self._transport, make_draft)},
+        )
+        self.driver.transports["toy"].wait_ready()
+        self._thread = threading.Thread(target=self.driver.run, name="card-target", daemon=True)
+        self._thread.start()
+
+    def _transport(self, make_draft: Callable[[], SleepingDrafter], driver: Driver) -> Transport:
+        self.drafters.append(make_draft())
+        worker = DraftWorker(self.drafters[-1], driver.publish, functools.partial(driver.report_out_of_memory, "toy"))
+        return ThreadTransport(worker, name="toy", on_death=functools.partial(driver.report_death, "toy"))
+
+    def submit(self, prompt_ids: Sequence[int], **params: Any) -> Generation:
+        """Starts an answer."""
+        request = Request(next(self._ids), tuple(prompt_ids), SamplingParams(**params))
+
+        def abort() -> None:
+            self.driver.post(lambda now: m.Stopped(request.request_id, FinishReason.ABORT, now))
+
+        def pause(paused: bool) -> None:
+            self.driver.post(lambda now: m.Paused(request.request_id, paused, now))
+
+        max_unread = self.driver.coordinator.limits.max_unread
+        generation = Generation(request, Detokenizer(self._tokenizer), abort, pause, max_unread)
+        self.driver.submit(generation)
+        return generation
+
+    def close(self) -> None:
+        """Stops both threads."""
+        self.driver.close()
+        self._thread.join()
+        for transport in self.driver.transports.values():
+            transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

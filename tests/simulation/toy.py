@@ -1,0 +1,275 @@
+"""Toy models: a target and drafts whose choices are scripted, so that every token of an answer is known beforehand."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from langchain_card.config import Schedule
+from langchain_card.core.frontier import Frontier
+from langchain_card.core.messages import Begin, Proposal, Verdict, Window
+from langchain_card.core.policy import Leave, Load
+from langchain_card.core.request import Request
+from langchain_card.drafters.draft_step import Block, query
+from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.tree import DraftTree
+from langchain_card.ports import Budget
+
+StepTime: TypeAlias = Callable[[int], float]
+_MODULUS = 2**31 - 1
+
+
+class Script(Protocol):
+    """What a target and its drafts say after every prefix."""
+
+    def target_token(self, prefix: tuple[int, ...]) -> int:
+        """The target's token."""
+
+    def candidates(self, prefix: tuple[int, ...], source: int = 1) -> tuple[tuple[int, float], ...]:
+        """Tokens that draft number `source` proposes, likeliest first, with log chances."""
+
+
+class ToyModel:
+    """A target whose choice depends on the whole prefix, and drafts that know it with a chance.
+
+    Args:
+        vocab_size: tokens 0 .. vocab_size - 1.
+        top: chance that a draft's likeliest child is the target's token.
+        sibling: chance that its second child is, when the first is not.
+        stated: chance that a draft states for its first child; half of the rest for the second.
+        seed: another one gives other texts.
+    """
+
+    def __init__(
+        self, vocab_size: int = 5, top: float = 0.6, sibling: float = 0.5, seed: int = 0, stated: float = 0.6
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._top, self._sibling, self._seed = top, sibling, seed
+        self._first, self._second = math.log(stated), math.log((1 - stated) / 2)
+        self.target_token = functools.lru_cache(maxsize=1 << 16)(self._target_token)
+        self.candidates = functools.lru_cache(maxsize=1 << 16)(self._candidates)
+
+    def _target_token(self, prefix: tuple[int, ...]) -> int:
+        """The target's token after `prefix`."""
+        return self._draw(prefix, 0) % self.vocab_size
+
+    def _candidates(self, prefix: tuple[int, ...], source: int = 1) -> tuple[tuple[int, float], ...]:
+        """Tokens that draft number `source` proposes after `prefix`, likeliest first, with log chances."""
+        right, draw = self.target_token(prefix), self._draw(prefix, source)
+        wrong = (right + 1 + draw % (self.vocab_size - 1)) % self.vocab_size
+        chance = draw / _MODULUS
+        if chance < self._top:
+            return ((right, self._first), (wrong, self._second))
+        if chance < self._top + (1 - self._top) * self._sibling:
+            return ((wrong, self._first), (right, self._second))
+        return ((wrong, self._first),)
+
+    def answer(self, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
+        """What the target writes alone."""
+        prefix = tuple(prompt_ids)
+        for _ in range(count):
+            prefix += (self.target_token(prefix),)
+        return prefix[len(prompt_ids) :]
+
+    def _draw(self, prefix: tuple[int, ...], stream: int) -> int:
+        return hash((self._seed, stream, prefix)) % _MODULUS  # of integers: the same in every process
+
+
+class ToyTarget:
+    """The target's side, with a token list in the place of each sequence's KV.
+
+    Args:
+        script: what it says.
+        step_time: seconds of a pass by its number of rows; only reported.
+    """
+
+    def __init__(self, script: Script, step_time: StepTime = lambda rows: 0.0) -> None:
+        self.script = script
+        self.step_time = step_time
+        self._begun: dict[int, Begin] = {}
+        self._kv: dict[int, tuple[int, ...]] = {}
+        self._last: dict[int, Window] = {}
+
+    def copy(self) -> ToyTarget:
+        """An independent copy."""
+        copied = ToyTarget(self.script, self.step_time)
+        copied._begun, copied._kv, copied._last = self._begun.copy(), self._kv.copy(), self._last.copy()
+        return copied
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Positions of KV by request."""
+        return {request_id: len(kv) for request_id, kv in self._kv.items()}
+
+    def begin(self, begin: Begin) -> None:
+        """Opens a sequence and reads all but its last token."""
+        request_id = begin.request.request_id
+        self._begun[request_id] = begin
+        self._kv[request_id] = (*begin.request.prompt_ids, *begin.output_ids)[:-1]
+        self._last.pop(request_id, None)
+
+    def end(self, request_id: int) -> None:
+        """Frees a sequence."""
+        for held in (self._begun, self._kv, self._last):
+            held.pop(request_id, None)
+
+    def verify(self, windows: Sequence[Window]) -> list[Verdict]:
+        """The scripted token after every row; checks that the window continues what the KV holds."""
+        rows = sum(len(window.token_ids) for window in windows)
+        per_row = self.step_time(rows) / rows if rows else 0.0
+        return [self._verify(window, per_row * len(window.token_ids)) for window in windows]
+
+    def _verify(self, window: Window, elapsed: float) -> Verdict:
+        request_id = window.request_id
+        last = self._last.get(request_id)
+        if last is not None and len(self._kv[request_id]) < window.start_position:
+            self._kv[request_id] += tuple(last.token_ids[row] for row in window.kept_rows)
+        self._last[request_id] = window
+        kv = self._kv[request_id]
+        assert len(kv) == window.start_position, "the window does not start where the KV ends"
+        prefixes: list[tuple[int, ...]] = []
+        for token, parent in zip(window.token_ids, window.parents):  # noqa: B905
+            prefixes.append((*(kv if parent < 0 else prefixes[parent]), token))
+        return Verdict(request_id, window.step_id, tuple(map(self.script.target_token, prefixes)), elapsed)
+
+
+class ToyDrafter:
+    """A drafter without a model: the tree is the real one, its children are scripted.
+
+    Args:
+        script: what it says.
+        name: of the drafter.
+        number: which of the script's drafts it is, from 1.
+        paced: see `ports.Drafter`.
+        num_slots: nodes that it may hold at once.
+        step_time: seconds of a step by the number of rows that it forwards; only reported.
+        below: another one, that it queries in turn.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        name: str = "toy",
+        number: int = 1,
+        *,
+        paced: bool = True,
+        num_slots: int = 64,
+        step_time: StepTime = lambda rows: 0.0,
+        below: Below | None = None,
+    ) -> None:
+        self.name, self.paced, self._below = name, paced, below
+        self._script, self._number, self._num_slots, self.step_time = script, number, num_slots, step_time
+        self.trees: dict[int, DraftTree] = {}
+        self.out_of_memory = False
+
+    def copy(self) -> ToyDrafter:
+        """An independent copy."""
+        copied = ToyDrafter(self._script, self.name, self._number, paced=self.paced, num_slots=self._num_slots)
+        copied.step_time = self.step_time
+        copied.trees = {request_id: tree.copy() for request_id, tree in self.trees.items()}
+        return copied
+
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        """Opens a sequence."""
+        self.trees[request.request_id] = DraftTree(request.prompt_ids, output_ids, self._num_slots)
+        if self._below is not None:
+            self._below.begin(request, output_ids)
+
+    def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
+        """Applies what is new."""
+        if (tree := self.trees.get(request_id)) is not None:
+            tree.apply(start, token_ids)
+        if self._below is not None:
+            self._below.correct(request_id, start, token_ids)
+
+    def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
+        """Expands the likeliest open nodes.
+
+        Raises:
+            MemoryError: `out_of_memory` was set.
+        """
+        if self.out_of_memory:
+            raise MemoryError
+        trees = [(self.trees[each.request_id], each) for each in budgets if each.request_id in self.trees]
+        blocks = [Block.plan(tree, budget, (tree.tokens[tree.root],), _says) for tree, budget in trees]
+        elapsed, _ = query(blocks, self._below, _says)
+        if rows := sum(len(block.ways) for block in blocks):
+            elapsed += self.step_time(rows)
+        for block in blocks:
+            block.place(tuple)
+            block.settle([self._children(block.tree, way) for way in block.ways])
+        together = sum(block.expanded for block in blocks)
+        return [block.publish(self.name, together, elapsed) for block in blocks]
+
+    def end(self, request_id: int) -> None:
+        """Frees a sequence."""
+        self.trees.pop(request_id, None)
+        if self._below is not None:
+            self._below.end(request_id)
+
+    def close(self) -> None:
+        """Frees everything."""
+        self.trees.clear()
+        if self._below is not None:
+            self._below.close()
+
+    def _children(self, tree: DraftTree, way: Sequence[int]) -> tuple[list[int], list[float]]:
+        found = self._script.candidates((*tree.prompt_ids, *tree.output_ids, *way), self._number)
+        return [token for token, _ in found], [score for _, score in found]
+
+
+def _says(token_id: int) -> bool:
+    """Toys have one vocabulary."""
+    return True
+
+
+class FixedPolicy:
+    """A policy that measures nothing: always draft, verify all, wait a little. The same state gives the same choice.
+
+    Args:
+        widths: nodes of each draft step that comes with a correction, under `parallel`.
+        patience: seconds that a round waits for its draft.
+    """
+
+    def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0) -> None:
+        self._widths, self._patience = widths, patience
+
+    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+        """`parallel` for one request, `sequential` for several: each that comes or goes changes it."""
+        return "parallel" if num_seqs == 1 else "sequential"
+
+    def leave(self, load: Load, *, hit: bool) -> Leave:
+        """The fixed ones; one where they are granted singly."""
+        return Leave(self._widths if load.schedule == "parallel" else (1,))
+
+    def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
+        """As the schedule has it: drafting singly always, waiting for the first candidate only."""
+        return load.schedule != "parallel" or not lead
+
+    def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
+        """All of them."""
+        return [*map(len, chances)]
+
+    def patience(self, load: Load) -> float:
+        """The fixed one."""
+        return self._patience
+
+    def saw_pass(
+        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+    ) -> None:
+        """Ignored."""
+
+    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
+        """Ignored."""
+
+    def judge(self, source: str, stated: float) -> tuple[float, float]:
+        """As stated."""
+        return stated, stated
+
+    def saw_candidate(self, source: str, stated: float, *, taken: bool, doubted: bool) -> None:
+        """Ignored."""
+
+    def saw_token(self, *, hit: bool, first: bool) -> None:
+        """Ignored."""

@@ -1,0 +1,280 @@
+"""A world in which the real coordinator runs, step by step, with everything around it simulated.
+
+`World` holds the coordinator, toy workers, the messages between them and the consumers. `actions()` says what could
+happen next, in any order that threads, processes and a careless network allow; `do(action)` lets it happen and checks
+the invariants. Who chooses is an explorer (`testing.explorer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from langchain_card.core import messages as m
+from langchain_card.core.coordinator import Coordinator
+from langchain_card.core.query import Source
+from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.core.state import RequestState
+from tests.simulation import invariants
+from tests.simulation.process import Draft
+from tests.simulation.scope import Scope
+from tests.simulation.toy import FixedPolicy, ToyDrafter, ToyModel, ToyTarget
+
+Action: TypeAlias = tuple[Any, ...]
+FOREVER = 1e18
+
+
+class World:
+    """One state of everything.
+
+    Args:
+        scope: what is in it.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.model = ToyModel(scope.vocab_size, scope.top, seed=scope.seed)
+        names = [f"draft{i}" for i in range(1, scope.drafters + 1)]
+        self.numbers = {name: i for i, name in enumerate(names, 1)}
+        sources = [Source(name, paced=not scope.unpaced or name != names[-1]) for name in names]
+        self.core = Coordinator(sources, scope.limits, FixedPolicy(scope.widths))
+        self.target: ToyTarget | None = ToyTarget(self.model)
+        self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
+        self.windows: tuple[m.Window, ...] | None = None
+        self.unread: tuple[m.Window, ...] = ()  # with the target, which has not read the text before them to its end
+        self.waiting = False  # the target had nothing to do when it looked last, and nothing happened since
+        self.late: list[m.Verdict] = []
+        self.restarts: list[str] = []
+        self.emitted: dict[int, tuple[int, ...]] = {}
+        self.answers = {i: self.answer(i) for i in range(scope.requests)}
+        self.stopping: int | None = None  # the request whose consumer says in this action that it wants no more
+        self.finished: dict[int, FinishReason] = {}
+        self.faults = dict(scope.faults)
+        self.rounds: dict[int, int] = {}
+
+    def copy(self) -> World:
+        """An independent copy; the script and the scope are shared."""
+        copied = World.__new__(World)
+        copied.__dict__.update(self.__dict__)
+        copied.core = self.core.copy()
+        copied.target = self.target.copy() if self.target is not None else None
+        copied.drafts = {name: draft.copy() for name, draft in self.drafts.items()}
+        copied.late, copied.restarts = self.late.copy(), self.restarts.copy()
+        copied.emitted, copied.finished = self.emitted.copy(), self.finished.copy()
+        copied.rounds, copied.faults = self.rounds.copy(), self.faults.copy()
+        return copied
+
+    @property
+    def ended(self) -> bool:
+        """Whether every request ended and nothing is under way."""
+        return len(self.finished) == self.scope.requests and next(self.plain_actions(), None) is None
+
+    def prompt(self, request_id: int) -> tuple[int, ...]:
+        """Each request has its own."""
+        return (request_id % self.scope.vocab_size, 1)
+
+    def answer(self, request_id: int) -> tuple[int, ...]:
+        """What the target writes alone, up to the end of text."""
+        tokens = self.model.answer(self.prompt(request_id), self.scope.max_tokens)
+        return tokens[: tokens.index(self.scope.eos) + 1] if self.scope.eos in tokens else tokens
+
+    # What could happen next.
+
+    def actions(self) -> list[Action]:
+        """Everything that could happen now, faults included."""
+        return [*self.plain_actions(), *self.fault_actions()]
+
+    def plain_actions(self) -> Iterator[Action]:
+        """What happens without faults."""
+        if len(self.emitted) < self.scope.requests:
+            yield ("submit",)
+        if self.target is not None and self.windows is not None:
+            yield ("verify",)
+        elif self.target is not None and not self.waiting:
+            yield ("query",)
+        elif self.target is not None and any(s.wait_until is not None for s in self.core.scheduler.running.values()):
+            yield ("timer",)
+        for name, draft in self.drafts.items():
+            if draft.inbox:
+                yield ("command", name)
+            if draft.may_step:
+                yield ("step", name)
+            if draft.outbox:
+                yield ("proposal", name)
+        for worker in self.restarts:
+            yield ("restart", worker)
+        for state in self._states():
+            if state.paused and (not self.scope.one_reader or all(other.paused for other in self._states())):
+                yield ("resume", state.request.request_id)
+        if self.late:
+            yield ("late verdict",)
+
+    def fault_actions(self) -> Iterator[Action]:
+        """What may go wrong, as often as the scope allows."""
+        left = {fault for fault, count in self.faults.items() if count}
+        if "kill target" in left and self.target is not None:
+            yield ("kill target",)
+        if "target out of memory" in left and self.windows:
+            yield ("target out of memory",)
+        if "read on" in left:
+            yield from (("read on", window.request_id) for window in self.windows or ())
+        for name, draft in self.drafts.items():
+            if "kill" in left and draft.alive:
+                yield ("kill", name)
+            if "out of memory" in left and draft.may_step:
+                yield ("out of memory", name)
+            if draft.inbox and isinstance(draft.inbox[0], m.Correct | m.Grow):
+                yield from ((fault, "command", name) for fault in ("lose", "repeat") if fault in left)
+            if draft.outbox:
+                yield from ((fault, "proposal", name) for fault in ("lose", "repeat") if fault in left)
+        for state in self._states():
+            if "abort" in left:
+                yield ("abort", state.request.request_id)
+            if "stop" in left and state.output_ids:
+                yield ("stop", state.request.request_id)
+            if "pause" in left and not state.paused:
+                yield ("pause", state.request.request_id)
+        if "drain" in left:
+            yield ("drain",)
+
+    def _states(self) -> list[RequestState]:
+        return [*self.core.scheduler.running.values(), *self.core.scheduler.waiting]
+
+    # Let it happen.
+
+    def do(self, action: Action) -> None:
+        """Carries an action out and checks the invariants.
+
+        Raises:
+            AssertionError: one does not hold.
+        """
+        kind = action[0]
+        if kind in self.faults:
+            self.faults[kind] -= 1
+        getattr(self, "_" + kind.replace(" ", "_"))(*action[1:])
+        invariants.check(self)
+
+    def tell(self, event: m.Event) -> None:
+        """Hands an event to the core and carries its effects out."""
+        self.waiting = False
+        for effect in self.core.handle(event):
+            match effect:
+                case m.Verify(windows):
+                    self.windows, self.unread = (*self.unread, *windows), ()
+                    for window in windows:
+                        invariants.check_window(self, window)
+                case m.Emit(request_id, tokens):
+                    assert request_id not in self.finished, "tokens after the end"
+                    self.emitted[request_id] += tokens
+                    self.rounds[request_id] = self.rounds.get(request_id, 0) + 1
+                case m.Finish(request_id, reason):
+                    invariants.check_end(self, request_id, reason)
+                    self.finished[request_id] = reason
+                case m.Wait():
+                    self.waiting = True
+                case m.Restart(worker):
+                    self.restarts.append(worker)
+                case m.Begin(m.TARGET):
+                    assert self.target is not None, "work for a dead target"
+                    self.target.begin(effect)
+                case m.End(m.TARGET, request_id):
+                    assert self.target is not None, "work for a dead target"
+                    self.target.end(request_id)
+                    self.unread = tuple(window for window in self.unread if window.request_id != request_id)
+                case m.Begin() | m.Correct() | m.Grow() | m.End():
+                    assert self.drafts[effect.worker].alive, "work for a dead drafter"
+                    self.drafts[effect.worker].inbox.append(effect)
+
+    def _submit(self) -> None:
+        request_id = len(self.emitted)
+        params = SamplingParams(max_tokens=self.scope.max_tokens, schedule=self.scope.schedule)
+        begun = self.emitted[request_id] = self.answers[request_id][: self.scope.begun]
+        request = Request(request_id, self.prompt(request_id), params, (self.scope.eos,))
+        self.tell(m.Submitted(request, 0.0, begun))
+
+    def _query(self) -> None:
+        self.tell(m.TargetReady(0.0))
+
+    def _timer(self) -> None:
+        self.tell(m.TargetReady(FOREVER))
+
+    def _verify(self, *unread: int) -> None:
+        assert self.target is not None and self.windows is not None
+        windows = [window for window in self.windows if window.request_id in self.target.held]
+        self.unread = tuple(window for window in windows if window.request_id in unread)
+        self.windows = None
+        for verdict in self.target.verify([window for window in windows if window not in self.unread]):
+            self.tell(m.Verified(verdict, 0.0))
+
+    def _read_on(self, request_id: int) -> None:
+        """A pass that reads a piece of this request's text and verifies the others."""
+        self._verify(request_id)
+
+    def _late_verdict(self) -> None:
+        self.tell(m.Verified(self.late.pop(0), 0.0))
+
+    def _command(self, name: str) -> None:
+        self.drafts[name].worker.handle(self.drafts[name].inbox.pop(0))
+
+    def _step(self, name: str) -> None:
+        self.drafts[name].worker.step()
+
+    def _proposal(self, name: str) -> None:
+        self.tell(m.Proposed(self.drafts[name].outbox.pop(0), 0.0))
+
+    def _lose(self, channel: str, name: str) -> None:
+        draft = self.drafts[name]
+        (draft.inbox if channel == "command" else draft.outbox).pop(0)
+
+    def _repeat(self, channel: str, name: str) -> None:
+        queue: list[Any] = self.drafts[name].inbox if channel == "command" else self.drafts[name].outbox
+        queue.append(queue[0])  # once now and once behind all that follows
+
+    def _restart(self, worker: str) -> None:
+        self.restarts.remove(worker)
+        if worker == m.TARGET:
+            self.target = ToyTarget(self.model)
+        else:
+            self.drafts[worker].alive = True
+        self.tell(m.WorkerStarted(worker, 0.0))
+
+    def _kill(self, name: str) -> None:
+        self.drafts[name].die()
+        self.tell(m.WorkerDied(name, 0.0))
+
+    def _kill_target(self) -> None:
+        assert self.target is not None
+        if self.windows is not None:  # it may have answered just before
+            held = self.target.held
+            self.late += self.target.verify([window for window in self.windows if window.request_id in held])
+        self.target, self.windows, self.unread = None, None, ()
+        self.tell(m.WorkerDied(m.TARGET, 0.0))
+
+    def _out_of_memory(self, name: str) -> None:
+        self.tell(m.OutOfMemory(name, self.drafts[name].run_out_of_memory(), 0.0))
+
+    def _target_out_of_memory(self) -> None:
+        assert self.target is not None and self.windows is not None
+        windows, self.windows = self.windows, None
+        held = self.target.held
+        self.target.verify([window for window in windows if window.request_id in held])  # it fails at the very end
+        self.tell(m.OutOfMemory(m.TARGET, tuple(window.request_id for window in windows), 0.0))
+
+    def _abort(self, request_id: int) -> None:
+        self.stopping = request_id
+        self.tell(m.Stopped(request_id, FinishReason.ABORT, 0.0))
+        self.stopping = None
+
+    def _stop(self, request_id: int) -> None:
+        self.stopping = request_id
+        self.tell(m.Stopped(request_id, FinishReason.STOP, 0.0, len(self.emitted[request_id]) - 1))
+        self.stopping = None
+
+    def _pause(self, request_id: int) -> None:
+        self.tell(m.Paused(request_id, True, 0.0))
+
+    def _resume(self, request_id: int) -> None:
+        self.tell(m.Paused(request_id, False, 0.0))
+
+    def _drain(self) -> None:
+        self.tell(m.Draining(0.0))

@@ -1,0 +1,72 @@
+"""Every drafter that is built in passes the conformance suite that plug-ins are given."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from langchain_card.constraints.json_schema import json_grammar
+from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.model import ModelDrafter
+from langchain_card.drafters.ngram.drafter import NgramDrafter
+from langchain_card.engine.drafter_hosts import SCRATCH
+from langchain_card.models.loader import ModelSpec, load_model
+from langchain_card.ports import Drafter, Setting
+from langchain_card.runtime.runner import ModelRunner
+from langchain_card.testing import DrafterConformance, prompts
+from langchain_card.testing.calls import DrafterContract
+from tests.simulation import ToyDrafter, ToyModel
+
+KINDS = {"type": "object", "properties": {"kind": {"enum": ["customer", "supplier"]}}, "required": ["kind"]}
+
+
+class TestNgram(DrafterConformance):
+    drafter = "ngram"
+    learns = True
+
+
+class TestForced(DrafterConformance):
+    drafter = "forced"
+    grammar = json_grammar(KINDS, strict=True)
+
+
+@functools.cache
+def draft_model() -> Any:
+    folder = Path(prompts.folder(prompts.ARCHS[0], "draft"))
+    return load_model(ModelSpec("draft", folder, "float", torch.device("cpu"), torch.float64))
+
+
+class Drafting(ModelDrafter):
+    """Under a name that is not the engine's own."""
+
+    name = "drafting"
+
+
+class TestModel(DrafterConformance):
+    """One that matches the first tiny model in part."""
+
+    learns = True
+
+    def make(self, setting: Setting) -> Drafter:
+        return self.over(setting, None)
+
+    def over(self, setting: Setting, below: Below | None) -> Drafter:
+        runner = ModelRunner(draft_model(), max_len=setting.max_len, num_scratch=SCRATCH, num_seqs=setting.num_seqs)
+        return Drafting(runner, vocab_size=setting.vocab_size, constrain=setting.constrain, below=below)
+
+
+class TestStacked(TestModel):
+    """The same above the n-gram drafter."""
+
+    def make(self, setting: Setting) -> Drafter:
+        return self.over(setting, Below(NgramDrafter(setting), 4, setting.vocab_size))
+
+
+class TestToy(DrafterContract):
+    """The toy of the simulated world, alone: it knows nothing of these texts."""
+
+    def make(self, setting: Setting) -> Drafter:
+        return ToyDrafter(ToyModel(setting.vocab_size), step_time=lambda rows: 1e-4)
