@@ -22,7 +22,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 MODULES_OF_EXTRAS = {
     "bench": ("bench/canvas.py", "bench/timeline_plot.py"),
-    "langserve": ("serve/remote/",),
+    "langserve": ("serve/langserve/",),
     "server": ("serve/", "cli/serve.py"),
     "structured": ("constraints/",),
     "testing": ("testing/conformance.py", "testing/calls.py"),
