@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PINS = $$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow explore check format build bench contest notebooks docs clean
+.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench contest notebooks docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,12 +24,24 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 3 to 15 minutes)
 	@$(BIN)/langchain-card chat --demo
 
-test: setup ## the tests (first time: 93 MB to download; up to an hour on two cores)
-	@echo "Running the tests: up to an hour on two cores; they download a 93 MB model when it is not there yet."
-	@$(BIN)/python -m pytest -m "not slow"
+# Two processes: on two cores that is nearly twice as fast, and more of them would only wait for each other. Ids of
+# tests must be the same in both: no order of a set may depend on the process.
+PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest
+TWO = -n 2 --dist loadfile
 
-test-slow: setup ## the tests that need the 1.5B pair (about an hour on two cores)
-	@$(BIN)/python -m pytest -m slow
+test: setup ## what a change is tested with: every area, no test over a few seconds (minutes; first time: 93 MB to download)
+	@$(PYTEST) $(TWO) -m "not slow and not pair"
+
+test-core: setup ## the parts that need no model and no process (under a minute)
+	@$(PYTEST) -m "not slow and not pair" tests/core tests/text/test_detokenizer.py tests/text/test_call_reader.py
+
+test-rest: setup ## what `make test` leaves out (half an hour on two cores)
+	@$(PYTEST) -m "slow and not pair"
+
+test-all: test test-rest ## every test that does without the built-in pair (40 minutes on two cores)
+
+test-pair: setup ## the tests that need the built-in pair (about an hour on two cores)
+	@$(PYTEST) -m pair
 
 explore: setup ## many more interleavings, schedules and tokens than `make test` (about an hour on two cores)
 	@CARD_EXPLORE=1 $(BIN)/python -m pytest -k "explor or planted or invariant or exact or random_schemas or every_answer"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"LANGCHAIN_CARD_MODEL": "", "LANGCHAIN_CARD_DRAFT_MODEL": ""}  # defaults are the package's
@@ -146,6 +148,31 @@ def option(action: argparse.Action) -> tuple[str, str, str]:
     return ", ".join(map(code, action.option_strings or [takes])), value, words
 
 
+FOLDERS = (
+    "", "core", "constraints", "runtime", "runtime/cpu", "models", "text", "acceptance", "drafters", "drafters/ngram",
+    "engine", "engine/transports", "engine/isolated", "chat", "testing", "bench", "serve", "serve/openai",
+    "serve/langserve", "serve/page", "cli",
+)  # fmt: skip
+"""Of the package, in the order of its layers."""
+
+
+def module_tables() -> str:
+    """Every module with the first line of its docstring, a table a folder; an unlisted folder ends the build."""
+    package, parts = Path(errors.__file__).parent, []
+    found = {path.parent.relative_to(package).as_posix().removeprefix(".") for path in package.rglob("*.py")}
+    if found != {*FOLDERS}:
+        raise PluginError(f"folders of the package and of docs/modules.md differ: {sorted(found ^ {*FOLDERS})}")
+    for folder in FOLDERS:
+        lines = []
+        for path in sorted((package / folder).glob("*.py")):
+            words = ast.get_docstring(ast.parse(path.read_text())) or ""
+            if not path.name.startswith("_"):
+                lines.append((code(path.name), words.split("\n\n")[0]))
+        parts.append(f"## {folder or 'langchain_card'}/\n\n" + table("module | what it is", lines))
+    return "\n\n".join(parts)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
-    "fields": fields, "calls": calls, "card": card, "metrics": counted, "errors": error_table, "commands": commands
+    "fields": fields, "calls": calls, "card": card, "metrics": counted, "errors": error_table, "commands": commands,
+    "modules": module_tables,
 }  # fmt: skip

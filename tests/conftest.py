@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -14,7 +17,25 @@ from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
 from langchain_card.models.store import default_cache
 from langchain_card.runtime import threads
-from tests.support import SMALL, tiny
+from tests.support import SMALL, children, tiny
+
+
+def pytest_configure() -> None:
+    """Let ctrl-c reach the processes that tests start, also where a shell runs the tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_child_stays() -> Iterator[None]:
+    """End what a failed test left running, so that no test of another file finds it."""
+    before = {child.pid for child in children.alive()}
+    yield
+    for child in children.alive():
+        with contextlib.suppress(psutil.Error):
+            if child.pid not in before and "langchain_card" in " ".join(child.cmdline()):
+                child.kill()
+                child.wait(10)
 
 
 @pytest.fixture(scope="session", autouse=True)

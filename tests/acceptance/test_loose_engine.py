@@ -56,6 +56,7 @@ def config_of(pair: tuple[str, str], acceptance: str, **options: Any) -> EngineC
 
 
 @pytest.mark.usefixtures("deep")
+@pytest.mark.slow
 def test_at_its_strictest_it_is_the_exact_rule(tiny_pairs: Pairs) -> None:
     """Entropy never reaches the logarithm of the vocabulary's size with these models: 1 is strictest, too."""
     encode, pair = tiny.byte_tokenizer(), tiny_pairs["llama"]
@@ -94,6 +95,7 @@ def own_choices(
 
 
 @pytest.mark.usefixtures("deep")
+@pytest.mark.slow
 def test_every_token_that_is_not_the_targets_own_is_counted(tiny_pairs: Pairs) -> None:
     """The keys and values of a rescued token are its own: what follows is what the target says after it."""
     encode, pair, rescued, certain = tiny.byte_tokenizer(), tiny_pairs["llama"], 0, 0
@@ -179,6 +181,7 @@ def test_requests_for_logprobs_or_with_a_stop_are_answered_exactly(
 
 
 @pytest.mark.usefixtures("deep")
+@pytest.mark.slow
 def test_it_is_said_when_an_engine_is_made_and_by_the_figures(
     tiny_pairs: Pairs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,6 +196,7 @@ def test_it_is_said_when_an_engine_is_made_and_by_the_figures(
     assert whole.lossy and whole.rescued == 3
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_it_too(tiny_pairs: Pairs, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tiny_pairs["llama"], "loose?threshold=0", isolate=True)
     with caplog.at_level(logging.WARNING), Engine(config) as engine:

@@ -59,6 +59,7 @@ def test_answers_streams_and_metrics_of_a_server(model: CARDChatModel) -> None:
 
 
 @pytest.mark.parametrize("rule", ["exact", "loose"])
+@pytest.mark.slow
 def test_the_command_line_says_it_at_the_start(rule: str) -> None:
     code = "import sys; from langchain_card.cli import main; sys.exit(main())"
     command = [

@@ -11,7 +11,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.text.prompt import encode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.pair, pytest.mark.timeout(1800)]
 
 GROUP = """\
 Add type hints to this code. Answer with the code only.

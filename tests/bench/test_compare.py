@@ -131,6 +131,7 @@ def real(pair: EngineConfig) -> Iterator[tuple[Engine, Race]]:
         yield engine, found
 
 
+@pytest.mark.slow
 def test_all_methods_run_on_the_same_weights_and_say_the_same(real: tuple[Engine, Race]) -> None:
     found = real[1]
     assert not found.failed and len(found.weights) >= 12
@@ -170,6 +171,7 @@ def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: t
     assert any("loose runs on other weights: 1 of" in line for line in remarks(made_up))
 
 
+@pytest.mark.slow
 def test_several_prompts_at_once(pair: EngineConfig) -> None:
     """Those of different lengths are padded for transformers; answers stay what they are alone."""
     with ExitStack() as held:
@@ -190,6 +192,7 @@ def test_a_temperature_gives_the_same_draws_under_every_schedule(pair: EngineCon
     assert found.identical("card") == found.identical("ngram") == (3, 3)
 
 
+@pytest.mark.slow
 def test_flashspec(pair: EngineConfig) -> None:
     pytest.importorskip("flashspec")
     with pytest.raises(EngineError, match="float64"):
@@ -204,6 +207,7 @@ def test_flashspec(pair: EngineConfig) -> None:
     assert seen.token_ids == plain.token_ids and 0 < seen.tokens < 16 and seen.figures["accepted_length"] > 1
 
 
+@pytest.mark.slow
 def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: Path) -> None:
     """Its generation_config.json may ask for penalties, which plain decoding here knows nothing of."""
     folder = tmp_path / "model"
@@ -245,6 +249,7 @@ def test_leaving_while_a_peer_works_leaves_nothing_behind(pair: EngineConfig) ->
     assert set(psutil.Process().children()) <= children
 
 
+@pytest.mark.slow
 def test_llama_cpp_reads_the_file_that_a_model_came_from(pair: EngineConfig) -> None:
     small = EngineConfig("smollm2-135m", None)
     assert peers._weights("llama-cpp", small)[0] == "Q4_1 of the file"
@@ -260,6 +265,7 @@ def test_llama_cpp_reads_the_file_that_a_model_came_from(pair: EngineConfig) -> 
     assert first.token_ids[0][:3] == plain.token_ids[0][:3]
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_says_why(pair: EngineConfig) -> None:
     peer = Peer("hf-generate", pair, 16, 0.0)
     with pytest.raises(EngineError, match=r"IndexError|out of range"):

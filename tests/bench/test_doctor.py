@@ -88,6 +88,7 @@ def test_a_machine_is_described() -> None:
     assert machine.version("no-such-package") == "not installed" and known["processor"]
 
 
+@pytest.mark.slow
 def test_the_command_finds_what_the_engine_does(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *pair]) == 0
     said = capsys.readouterr().out

@@ -169,6 +169,7 @@ def test_it_says_when_nothing_pays() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_the_command_measures_plans_and_measures_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny.make_target("llama", tmp_path / "target")
     draft = tiny.make_draft(target, tmp_path / "draft", noise=0.08)

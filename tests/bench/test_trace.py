@@ -111,6 +111,7 @@ def test_a_picture_is_drawn_of_any_rounds(
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_notebook_keeps_its_own_backend_and_gets_the_figure(traced: tuple[Engine, Tracer]) -> None:
     timeline, _ = trace(traced, "parallel", 40)
     figure = draw_timeline(timeline, traced[0].tokenizer.decode, {"target": "a", "model": "b"})

@@ -37,6 +37,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_contenders_give_the_known_table(name: str, say: Callable[[str], None]) -> None:
     """Within 3 % in each of twelve cells; the worst is printed."""
     contender, settings = CONTENDERS[name]

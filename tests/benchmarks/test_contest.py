@@ -26,6 +26,7 @@ RECORDED = ROOT / "docs" / "performance.json"
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_card_is_as_good_as_the_best_in_its_cell(
     kind: str, monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
 ) -> None:
@@ -54,6 +55,7 @@ def test_card_on_one_bus_is_never_below_sequential(kind: str, say: Callable[[str
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.slow
 def test_card_in_batches_is_never_below_plain(count: int, say: Callable[[str], None]) -> None:
     for kind in KINDS:
         plain, ours = contest.batch_cell(kind, KINDS[kind], GPU, 8.0, count)
@@ -74,6 +76,7 @@ def seen() -> list[Change]:
 
 
 @pytest.mark.parametrize("number", range(3))
+@pytest.mark.slow
 def test_a_sudden_change_is_followed_within_twenty_rounds(
     number: int, seen: list[Change], say: Callable[[str], None]
 ) -> None:
@@ -91,6 +94,7 @@ def test_a_sudden_change_is_followed_within_twenty_rounds(
     assert after <= 1.1 * run.fresh
 
 
+@pytest.mark.slow
 def test_planted_windows_that_do_not_follow_a_change_are_seen(
     seen: list[Change], monkeypatch: pytest.MonkeyPatch
 ) -> None:

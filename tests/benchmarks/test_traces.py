@@ -103,6 +103,7 @@ def test_a_draft_that_equals_its_target_is_recorded_as_always_right(tmp_path: Pa
     assert torch.tensor(trace.draft_logs).diff().le(0).all()
 
 
+@pytest.mark.slow
 def test_bench_simulates_over_traces_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(TRACES[:1], tmp_path / "made-up.json")
     files = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]

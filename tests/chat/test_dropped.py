@@ -184,6 +184,7 @@ CALLS = (
 )
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answers_and_the_model_goes_on(toy: dict[str, Any]) -> None:
     code = """if True:
         import asyncio, os, signal, sys, threading, time

@@ -103,7 +103,7 @@ def real_answers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.usefixtures("real_answers")
 class TestAnswersOfARealModel(Answers):
     fields: ClassVar[dict[str, Any]] = {"model": REAL, "draft_model": "ngram"}

@@ -207,6 +207,7 @@ def test_a_closed_engine_takes_no_requests(model: CARDChatModel) -> None:
         engine.submit([1, 2, 3])
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_an_answer_is_written(toy: dict[str, Any]) -> None:
     code = """if True:
         import sys

@@ -187,6 +187,7 @@ def test_calls_from_many_threads_freeze_or_crash(model: CARDChatModel) -> None:
 # Resources.
 
 
+@pytest.mark.slow
 def test_a_hub_is_asked_though_everything_is_local(toy: dict[str, Any]) -> None:
     """langchain#30333, #23872."""
     code = """if True:

@@ -216,6 +216,7 @@ def test_a_gguf_files_tokenizer_needs_no_conversion(tmp_path: Path, no_weights: 
     assert store.tokenizer_source(str(copy)) == copy.resolve()
 
 
+@pytest.mark.slow
 def test_a_conversions_tokenizer_is_that_of_the_gguf_file() -> None:
     from langchain_card.models.tokenizer import read_tokenizer
 

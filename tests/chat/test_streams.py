@@ -117,6 +117,7 @@ WAYS: list[Way] = [stream, astream, chain, achain, parallel, events_v1, events_v
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.slow
 async def test_tokens_come_early_whatever_the_way(model: CARDChatModel, way: Way) -> None:
     firsts = []
     for text in (ASK, "What is a hash table?", "Name three rivers."):
@@ -195,6 +196,7 @@ def test_a_trace_says_what_ran(toy: dict[str, Any], socket_disabled: None) -> No
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 async def test_a_thousand_streams_that_are_broken_off_leave_nothing(toy: dict[str, Any]) -> None:
     rng = random.Random(0)
     with CARDChatModel(**toy, max_model_len=512).load() as model:

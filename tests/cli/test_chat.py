@@ -50,6 +50,7 @@ def piped(*args: str, said: str = "") -> subprocess.CompletedProcess[str]:
 # Through pipes.
 
 
+@pytest.mark.slow
 def test_conversation_through_pipes() -> None:
     """History is kept and forgotten; an overflow is explained and survived."""
     lines = [
@@ -78,6 +79,7 @@ def test_conversation_through_pipes() -> None:
     assert "/reset   forget the conversation" in done.stdout
 
 
+@pytest.mark.slow
 def test_drafters_beside_and_below() -> None:
     """Asked again, n-grams know the answer; without them a draft of the target's own weights writes it."""
     own = ("--model", "smollm2-135m", "--draft-model", "smollm2-135m", "--schedule", "sequential", "--max-tokens", "24")
@@ -89,6 +91,7 @@ def test_drafters_beside_and_below() -> None:
         assert re.findall(r"[1-9]\d* (model draft|n-gram)", origins[1])[-1] == source
 
 
+@pytest.mark.slow
 def test_demo_without_a_terminal() -> None:
     done = piped(*SMALL, "--demo", "--max-tokens", "20")
     assert done.returncode == 0, done.stderr
@@ -121,6 +124,7 @@ def test_no_run_of_the_demo_copies_another(tiny_pairs: dict[str, tuple[str, str]
         ((*SMALL, "--stack", "ngram"), "stack = "),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_end_with_2(args: tuple[str, ...], said: str) -> None:
     done = piped(*args)
     assert (done.returncode, done.stdout) == (2, "")
@@ -175,6 +179,7 @@ def terminal() -> Iterator[Terminal]:
     os.close(terminal.master)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_keeps_the_program(terminal: Terminal) -> None:
     terminal.wait_for("/help lists commands")
     terminal.wait_for("> ")

@@ -45,7 +45,7 @@ class Process:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.said = ""
         self.started = threading.Event()
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self.started.wait(120), self.said
         found = re.search(r"running on http://([^ ]*):(\d+)", self.said)
@@ -74,6 +74,7 @@ def server(pair: tuple[str, ...], request: pytest.FixtureRequest) -> Iterator[Pr
         started.end(signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_it_answers_drains_and_ends(server: Process) -> None:
     body = {"model": "target", "messages": [{"role": "user", "content": "Q"}]}
     answer = httpx.post(server.url + CHAT, json={**body, "max_tokens": 3}, timeout=60).json()
@@ -103,6 +104,7 @@ def test_it_answers_drains_and_ends(server: Process) -> None:
 
 
 @pytest.mark.parametrize("server", [("--host", "0.0.0.0", "--insecure", "--drain", "1")], indirect=True)
+@pytest.mark.slow
 def test_insecure_is_loud_and_draining_has_an_end(server: Process) -> None:
     assert server.said.count("WARNING: --insecure") == 1 and "0.0.0.0" in server.said
     assert httpx.get(f"{server.url}/v1/models", headers={"host": "any.example"}).status_code == 200
@@ -125,6 +127,7 @@ def test_nothing_outlives_a_server_that_is_killed(server: Process) -> None:
     until(lambda: all(gone(child.pid) for child in children), 10)
 
 
+@pytest.mark.slow
 def test_asked_twice_it_ends_answers(server: Process) -> None:
     body = {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG, "stream": True}
     with posted(server.url, CHAT, body) as running:
@@ -138,6 +141,7 @@ def test_asked_twice_it_ends_answers(server: Process) -> None:
 
 
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.slow
 def test_while_it_loads_it_ends_at_once(pair: tuple[str, ...], sig: int, code: int) -> None:
     server = Process(*pair, until="in a process of its own")
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -147,6 +151,7 @@ def test_while_it_loads_it_ends_at_once(pair: tuple[str, ...], sig: int, code: i
     assert time.monotonic() - start < 5 and "Traceback" not in server.said and not server.url
 
 
+@pytest.mark.slow
 def test_what_keeps_it_from_starting_is_one_line(pair: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -162,6 +167,7 @@ def test_what_keeps_it_from_starting_is_one_line(pair: tuple[str, ...], tmp_path
     server.end()
 
 
+@pytest.mark.slow
 def test_keys_from_a_file(pair: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")

@@ -103,6 +103,7 @@ def text(name: str, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("name", ["bytes", "deepseek"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_masks_are_what_is_accepted(name: str, case: str) -> None:
     """For every token of the vocabulary, also those that it is padded with; and asking changes nothing.
 
@@ -145,6 +146,7 @@ def test_an_end_of_text_comes_last() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["bytes", "deepseek"])
+@pytest.mark.slow
 def test_every_prefix_has_an_end(name: str, case: str) -> None:
     lengths = []
     for seed in range(6):
@@ -162,6 +164,7 @@ def complete(name: str, said: list[int]) -> bool:
     return not text(name, said).endswith("�")
 
 
+@pytest.mark.slow
 def test_random_schemas_end_from_everywhere() -> None:
     prefixes = 0
     count = 400 if os.environ.get("CARD_EXPLORE") else 150

@@ -88,6 +88,7 @@ def asked_of(schemas: Sequence[dict[str, Any]], budgets: Sequence[int] = (60,)) 
 
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("lies", LIES)
+@pytest.mark.slow
 def test_9423_guided_output_is_broken_by_speculation(
     tiny_pairs: Pairs, lies: float, monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
 ) -> None:
@@ -102,6 +103,7 @@ def test_9423_guided_output_is_broken_by_speculation(
 
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("lies", LIES)
+@pytest.mark.slow
 def test_14702_positions_without_a_mask(tiny_pairs: Pairs, lies: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a window that the grammar allows, the last one and those beside the walk among them."""
     asked, rows = asked_of([*SCHEMAS.values()] * 2), [0, 0]
@@ -140,6 +142,7 @@ def fits(guide: Guide, way: tuple[int, ...]) -> bool:
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("how", ["first", "begun"])
 @pytest.mark.parametrize("lies", LIES)
+@pytest.mark.slow
 def test_34650_36138_44297_a_thought_ends_among_the_candidates(
     tiny_pairs: Pairs, how: Thinking, lies: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +178,7 @@ def thinking(how: Thinking) -> str:
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+@pytest.mark.slow
 def test_54437_stale_candidates_are_taken_unmasked(
     tiny_pairs: Pairs, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +194,7 @@ def test_54437_stale_candidates_are_taken_unmasked(
 
 
 @pytest.mark.usefixtures("deep")
+@pytest.mark.slow
 def test_52620_only_under_concurrency(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many grammars and none, from many threads; some leave in the middle."""
     free = [(PROMPT, SamplingParams(max_tokens=20, seed=seed, temperature=1.0)) for seed in range(10)]
@@ -215,6 +220,7 @@ def test_52620_only_under_concurrency(tiny_pairs: Pairs, monkeypatch: pytest.Mon
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.slow
 def test_every_answer_obeys(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]) -> None:
     """Random schemas, prompts and budgets at temperature 1, sixteen at once under mixed schedules: all are valid."""
     monkeypatch.setattr(Grammars, "_validate", lambda *_: None)  # a process each; these do no harm

@@ -103,6 +103,7 @@ def plain(tiny_pairs: Pairs) -> dict[str, Any]:
         return {"asked": asked, "done": decode(engine, asked)}
 
 
+@pytest.mark.slow
 def test_plain_answers_obey(plain: dict[str, Any]) -> None:
     schemas = [schema for schema in SCHEMAS.values() for _ in SETTINGS]
     reasons = Counter[str]()
@@ -115,7 +116,9 @@ def test_plain_answers_obey(plain: dict[str, Any]) -> None:
     assert len(reasons) >= 2, reasons
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ngram" else pytest.mark.slow) for name in ENGINES]
+)
 def test_equal_under_every_schedule(
     tiny_pairs: Pairs, plain: dict[str, Any], name: str, say: Callable[[str], None]
 ) -> None:
@@ -133,6 +136,7 @@ def test_equal_under_every_schedule(
     assert by["model"] > 50 or name in ("ngram", "process"), "a draft in a process may come late"
 
 
+@pytest.mark.slow
 def test_equal_in_batches_with_others(tiny_pairs: Pairs, plain: dict[str, Any]) -> None:
     """Sixteen at once, one in three without a grammar."""
     free = [(encode(PROMPTS[i % 3]), SamplingParams(max_tokens=30, seed=i, temperature=i % 2)) for i in range(10)]
@@ -153,6 +157,7 @@ def test_equal_in_batches_with_others(tiny_pairs: Pairs, plain: dict[str, Any]) 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("schedule", ["plain", "sequential", "parallel"])
+@pytest.mark.slow
 def test_what_was_said_is_not_forgotten(
     tiny_pairs: Pairs, plain: dict[str, Any], schedule: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +196,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow
 def test_no_option_leaves_the_grammar(tiny_pairs: Pairs, name: str) -> None:
     grammar = json_grammar(SCHEMAS["person"])
     with Engine(config(tiny_pairs["llama"])) as engine:

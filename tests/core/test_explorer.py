@@ -20,8 +20,9 @@ from tests.simulation.explorer import RecordedChooser
 from tests.simulation.fingerprint import fingerprint
 
 LONG = bool(os.environ.get("CARD_EXPLORE"))
-STATES = 2_000_000 if LONG else 200_000
 TOKENS = 3_000_000 if LONG else 100_000
+QUICK = [scope for scope in scopes.EXHAUSTIVE if scope.name not in scopes.LARGE]
+REST = [scope for scope in scopes.EXHAUSTIVE if scope.name in scopes.LARGE] + (scopes.LONG if LONG else [])
 
 
 def pool() -> ProcessPoolExecutor:
@@ -29,8 +30,14 @@ def pool() -> ProcessPoolExecutor:
 
 
 @pytest.mark.timeout(7200 if LONG else 900)
-def test_explore_every_interleaving(say: Callable[[str], None]) -> None:
-    worlds = scopes.EXHAUSTIVE + (scopes.LONG if LONG else [])
+@pytest.mark.parametrize(
+    ("worlds", "least"),
+    [
+        pytest.param(QUICK, 200_000, id="quick"),
+        pytest.param(REST, 1_500_000 if LONG else 200_000, id="rest", marks=pytest.mark.slow),
+    ],
+)
+def test_explore_every_interleaving(worlds: list[scopes.Scope], least: int, say: Callable[[str], None]) -> None:
     states = transitions = 0
     with pool() as workers:
         for scope, seen in zip(worlds, workers.map(exhaust, worlds), strict=True):
@@ -38,7 +45,7 @@ def test_explore_every_interleaving(say: Callable[[str], None]) -> None:
             states, transitions = states + seen.states, transitions + seen.transitions
             say(f"{scope.name}: {seen.states:,} states, {seen.transitions:,} transitions, {seen.ends} ends")
     say(f"{states:,} distinct states, {transitions:,} transitions, no violation, an end reachable from all")
-    assert states >= STATES
+    assert states >= least
 
 
 def random_run(seed: int) -> tuple[int, int, int]:
@@ -56,13 +63,14 @@ def random_run(seed: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.timeout(7200 if LONG else 900)
-def test_explore_random_schedules_with_faults(say: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("least", [10_000, pytest.param(TOKENS, marks=pytest.mark.slow)])
+def test_explore_random_schedules_with_faults(least: int, say: Callable[[str], None]) -> None:
     tokens = errors = aborted = runs = 0
     with pool() as workers:
-        while tokens < TOKENS:
-            for found in workers.map(random_run, range(runs, runs + 400), chunksize=20):
+        while tokens < least:
+            for found in workers.map(random_run, range(runs, runs + 80), chunksize=10):
                 tokens, errors, aborted = tokens + found[0], errors + found[1], aborted + found[2]
-            runs += 400
+            runs += 80
     say(f"{tokens:,} tokens in {runs:,} runs, none wrong; {aborted} requests aborted, {errors} failed")
     assert aborted and not errors
 

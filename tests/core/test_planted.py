@@ -58,6 +58,7 @@ def remove_incarnations(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Intake, "is_current", lambda self, source, proposal: source is not None)
 
 
+@pytest.mark.slow
 def test_planted_no_epoch_fence(monkeypatch: Patch) -> None:
     """All trees of a drafter share one numbering, whichever of them a proposal is from."""
     monkeypatch.setattr(

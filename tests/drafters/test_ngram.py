@@ -138,6 +138,7 @@ def test_the_bound_holds_after_every_write(bound: int) -> None:
         assert tenants.num_bytes <= bound
 
 
+@pytest.mark.slow
 def test_a_million_tokens_stay_within_their_bytes() -> None:
     bound, source = 1 << 21, random.Random(0)
     words = [[source.randrange(150_000) for _ in range(source.randrange(1, 12))] for _ in range(3000)]

@@ -182,6 +182,7 @@ def test_a_file_for_others_is_refused(table: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.slow
 def test_an_engine_answers_with_it_as_without(table: str, model: str, tmp_path: Path, isolate: bool) -> None:
     config = EngineConfig(model, f"ngram?table={table}", dtype="float64", isolate=isolate)
     prompt = byte_tokenizer().encode("def add(")

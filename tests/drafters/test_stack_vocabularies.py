@@ -33,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("order", [("alike", "other"), ("other", "alike")])
+@pytest.mark.slow
 def test_answers_are_the_targets_own(
     models: dict[str, str], order: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ def test_equal_to_the_naive_loop(models: Models, stack: tuple[str, ...]) -> None
 
 
 @pytest.mark.usefixtures("all_verified")
+@pytest.mark.slow
 def test_several_answers_at_once_with_a_grammar_in_one(models: Models) -> None:
     """What is asked of the lower levels is asked for all requests together."""
     prompts = [tiny.byte_tokenizer()(PROMPT[: 9 * i]).input_ids for i in (1, 2, 3)]
@@ -94,6 +95,7 @@ def test_several_answers_at_once_with_a_grammar_in_one(models: Models) -> None:
 
 
 @pytest.mark.usefixtures("all_verified")
+@pytest.mark.slow
 def test_a_step_brings_a_path_of_nodes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the target's own weights below, a pass of the draft expands nearly all that it is told, and no pass is
     larger than it may be."""
@@ -159,6 +161,7 @@ class Liar:
 
 
 @pytest.mark.usefixtures("all_verified")
+@pytest.mark.slow
 def test_a_lower_drafter_that_lies_costs_rows_and_nothing_else(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request is told another lie."""
     monkeypatch.setattr(plugins, "_registered", {("drafters", "liar"): Liar})
@@ -173,6 +176,7 @@ def test_a_lower_drafter_that_lies_costs_rows_and_nothing_else(models: Models, m
 
 @pytest.mark.usefixtures("all_verified")
 @pytest.mark.parametrize("where", [*FAILURES])
+@pytest.mark.slow
 def test_a_lower_drafter_that_fails_is_left_out_alone(
     models: Models, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

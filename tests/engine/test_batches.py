@@ -61,8 +61,14 @@ def asked(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "gemma2"])
-@pytest.mark.parametrize("form", [{"dtype": "float64"}, {"quantization": "int8"}], ids=["float64", "int8"])
+@pytest.mark.parametrize("arch", ["gemma2", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param({"dtype": "float64"}, id="float64"),
+        pytest.param({"quantization": "int8"}, id="int8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_of_eight_equals_single_runs(
     tiny_pairs: Pairs, arch: str, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +115,7 @@ def test_eight_requests_share_passes(tiny_pairs: Pairs, monkeypatch: pytest.Monk
     assert len(counter.windows) <= 40
 
 
+@pytest.mark.slow
 def test_a_second_turn_reads_only_what_is_new(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a conversation of 1,000 tokens; the same turn without it gives the same answer."""
     encode = tiny.byte_tokenizer()

@@ -218,6 +218,7 @@ def test_the_queue_is_bounded(pair: tuple[str, str]) -> None:
         assert engine.num_running == 0
 
 
+@pytest.mark.slow
 def test_the_engine_imports_with_torch_and_transformers_alone() -> None:
     """A bare GPU machine has neither LangChain nor pydantic nor msgspec nor rich, gguf or numba."""
     code = (
@@ -235,6 +236,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float64"}, {"quantization": "int8"}], ids=["float64", "int8"])
+@pytest.mark.slow
 def test_a_draft_with_a_cut_head_proposes_frequent_tokens_only(
     options: dict[str, str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

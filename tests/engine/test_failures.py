@@ -44,6 +44,7 @@ def answer(engine: Engine, count: int, schedule: str = "parallel", prompt: list[
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+@pytest.mark.slow
 def test_a_text_longer_than_the_drafts_context(
     pair: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +141,7 @@ def test_what_was_read_before_memory_ran_out_is_not_read_again(
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+@pytest.mark.slow
 def test_a_draft_that_equals_the_target_is_always_right(
     pair: tuple[str, str], schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

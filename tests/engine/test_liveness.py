@@ -114,6 +114,7 @@ def test_a_target_that_hangs_is_seen(config: EngineConfig, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_a_reader_that_is_slow_makes_nobody_late(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one request is held, the time since the last step says nothing of the next one."""
     monkeypatch.setattr("langchain_card.engine.liveness.BETWEEN_SECONDS", 1.0)
@@ -135,6 +136,7 @@ def test_a_reader_that_is_slow_makes_nobody_late(config: EngineConfig, monkeypat
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_a_drafts_process_that_hangs_is_started_again(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "SILENCE_SECONDS", 3.0)
     apart = replace(config, draft_transport="process")

@@ -50,6 +50,7 @@ def wall_clock(model: ToyModel, t_target: float, t_draft: float, schedule: str) 
 
 
 @pytest.mark.parametrize(("ratio", "draft_ms"), CELLS)
+@pytest.mark.slow
 def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: int, say: Callable[[str], None]) -> None:
     """`parallel` on real threads comes near what no overhead at all would give, and beats `sequential`.
 
@@ -99,6 +100,7 @@ def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int, say: Calla
     assert statistics.mean(grown) >= 0.7 * ratio
 
 
+@pytest.mark.slow
 def test_sleeping_draft_that_stalls_holds_nobody_up(say: Callable[[str], None]) -> None:
     """Five seconds in one draft step: rounds go on, none later than its wait deadline."""
     model, t_target, t_draft = ToyModel(200, top=0.8), 0.04, 0.005

@@ -109,6 +109,7 @@ def answers(folder: str, steering: Steering, names: Sequence[str], max_tokens: i
 
 
 @pytest.mark.parametrize("drafters", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.slow
 def test_equal_to_a_naive_loop_that_is_steered_alike(tiny_pairs: Pairs, drafters: dict[str, Any]) -> None:
     target, draft = tiny_pairs["llama"]
     wanted = answers(target, Rhyme(Setting()), [*SETTINGS], 24)
@@ -118,6 +119,7 @@ def test_equal_to_a_naive_loop_that_is_steered_alike(tiny_pairs: Pairs, drafters
     assert check_equal(config, wanted, 24) > 20
 
 
+@pytest.mark.slow
 def test_the_difference_of_two_small_models(tiny_pairs: Pairs, tmp_path: Any) -> None:
     """They stand after the candidates of each row, and may be any models of the same vocabulary."""
     (target, draft), (liked, disliked) = tiny_pairs["llama"], tiny_pairs["qwen2"]
@@ -129,6 +131,7 @@ def test_the_difference_of_two_small_models(tiny_pairs: Pairs, tmp_path: Any) ->
     assert check_equal(config, wanted, 16) > 5
 
 
+@pytest.mark.slow
 def test_strict_windows_are_steered_alike(tiny_pairs: Pairs) -> None:
     target, draft = tiny_pairs["llama"]
     wanted = answers(target, Rhyme(Setting()), ["greedy", "seeded"], 16)
@@ -179,6 +182,7 @@ class Narrow(Rhyme):
         return super().__call__(logits, texts)[:, :-1]
 
 
+@pytest.mark.slow
 def test_a_request_that_cannot_be_steered_fails_alone(tiny_pairs: Pairs) -> None:
     target, draft = tiny_pairs["llama"]
     wanted = answers(target, Rhyme(Setting()), ["greedy"], 24)

@@ -31,8 +31,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("arch", ["qwen2", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "float32"))]
+)
 def test_equal_to_plain_decoding_in_any_dtype(tiny_pairs: Pairs, arch: str, dtype: str) -> None:
     limits = Limits(max_window=8, max_num_seqs=3)
     config = EngineConfig(*tiny_pairs[arch], dtype=dtype, exact="strict", max_model_len=384, limits=limits)

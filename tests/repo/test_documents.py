@@ -47,6 +47,7 @@ def problems(block: Block) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(block.page for block in CODE if not block.elsewhere))
+@pytest.mark.slow
 def test_its_code_runs(page: str, tmp_path: Path) -> None:
     due = [block for block in CODE if block.page == page and not block.elsewhere]
     if any("curl " in block.text for block in due) and shutil.which("curl") is None:
@@ -142,6 +143,7 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not broken
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """What is not in the navigation, links and anchors that lead nowhere, and tables without words end it.
 

@@ -239,6 +239,7 @@ def test_what_was_made_is_closed_where_weights_cannot_be_read(
     assert len(closed) == 1
 
 
+@pytest.mark.slow
 def test_the_tests_of_plug_ins_cost_nothing_until_they_are_used() -> None:
     """Toys and the explorer run without torch, and nobody else needs pytest."""
     code = "import sys, langchain_card.testing as t; assert not {'torch', 'pytest', 'transformers'} & {*sys.modules}"

@@ -51,6 +51,7 @@ def test_the_example_is_short() -> None:
     assert len([line for line in FILES["echoing.py"].splitlines() if line.strip()]) <= 40
 
 
+@pytest.mark.slow
 def test_it_is_used_by_its_name(package: Path, tmp_path: Path) -> None:
     """With tiny models in the place of the built-in pair."""
     target = tiny.make_target("llama", tmp_path / "target")
@@ -59,12 +60,14 @@ def test_it_is_used_by_its_name(package: Path, tmp_path: Path) -> None:
     assert "'echo': " in said
 
 
+@pytest.mark.slow
 def test_it_passes_its_own_test(package: Path) -> None:
     said = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_echo.py")
     assert re.search(r"\b4\d passed, 1 skipped", said), said
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_its_steering_steers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that the target would have said first is not said, and a draft changes nothing about it."""
     page: dict[str, Any] = {}

@@ -96,6 +96,7 @@ def test_there_is_one_version(wheel: Path) -> None:
     assert said == f"langchain-card {__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path, say: Callable[[str], None]) -> None:
     began = time.monotonic()
     venv.create(tmp_path / "venv")
@@ -109,7 +110,7 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path, say: 
     say(f"{said}An installed wheel: {time.monotonic() - began:.0f} s")
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.timeout(1200)
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path, say: Callable[[str], None]) -> None:
     """91 to 203 s on two cores, idle and busy, with packages that need no download."""

@@ -9,6 +9,8 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+import pytest
+
 import langchain_card
 from tests.support import ROOT
 
@@ -33,6 +35,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert resources.files(langchain_card).joinpath("py.typed").is_file()
 
 
+@pytest.mark.slow
 def test_users_code_passes() -> None:
     assert not mypy(FILES / "user_code.py")
 

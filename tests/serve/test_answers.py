@@ -152,6 +152,7 @@ def test_deadlines_that_are_none(url: str, said: str) -> None:
     assert response.status_code == 400 and error_of(response)["param"] == "x-request-timeout"
 
 
+@pytest.mark.slow
 def test_the_servers_own_limits(model: CARDChatModel) -> None:
     with served(model, deadline_seconds=0.5, max_wait_seconds=0.3) as url:
         response = httpx.post(url + CHAT, json=ask(**LONG), headers={"x-request-timeout": "1e6"}, timeout=20)

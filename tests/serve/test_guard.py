@@ -269,6 +269,7 @@ async def test_draining_refuses_new_requests(model: CARDChatModel) -> None:
     assert model.invoke("Q", max_tokens=1)
 
 
+@pytest.mark.slow
 def test_answers_that_run_when_the_server_ends(model: CARDChatModel) -> None:
     with served(model) as url:
         connection = posted(url, CHAT, ask(**LONG | {"max_tokens": 600}, stream=True))
@@ -296,6 +297,7 @@ def numbers(http: httpx.Client) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.slow
 def test_what_is_counted(model: CARDChatModel) -> None:
     with served(model, max_wait_seconds=0.5) as url, httpx.Client(base_url=url, timeout=20) as http:
         with says(model, "the secret word"):

@@ -109,6 +109,7 @@ def test_numbers_tell_how_the_engine_is_now(model: CARDChatModel, url: str) -> N
 # The three ways in which such pages are known to lie.
 
 
+@pytest.mark.slow
 def test_a_web_server_without_an_engine_is_not_healthy(fields: dict[str, Any]) -> None:
     limits = Limits(restart_seconds=0.5, silence_seconds=4.0, max_deaths=2)
     with CARDChatModel(**fields, isolate=True, limits=limits).load() as model, served(model) as url:

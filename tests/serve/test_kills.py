@@ -104,6 +104,7 @@ def kill(module: str, model: CARDChatModel, worker: str, rng: random.Random, but
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 def test_kills_under_load(tmp_path: Any) -> None:
     fields = make_pair(tmp_path)
     with CARDChatModel(**fields) as near:

@@ -106,6 +106,7 @@ def counted(text: str) -> collections.Counter[str]:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 async def test_a_thousand_requests(tmp_path: Any) -> None:
     fields = make_pair(tmp_path)
     with CARDChatModel(**fields) as near:

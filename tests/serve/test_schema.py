@@ -53,6 +53,7 @@ def test_all_routes_are_described(described: Any) -> None:
     ("path", "mode"),
     [(path, mode) for path in ROUTES for mode in GenerationMode if ROUTES[path] == "POST" or mode.value == "positive"],
 )
+@pytest.mark.slow
 def test_explored_from_the_description(described: Any, path: str, mode: GenerationMode) -> None:
     (operation,) = (each for each in operations(described) if each.path == path)
     statuses: collections.Counter[int] = collections.Counter()

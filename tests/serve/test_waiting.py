@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CARDChatModel]:
 UNREAD = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "card": True}
 
 
+@pytest.mark.slow
 def test_who_does_not_read_has_a_deadline_too(model: CARDChatModel) -> None:
     with served(model, deadline_seconds=2.0) as url, posted(url, CHAT, ask(**UNREAD)):
         until(lambda: model.engine.num_running == 1)

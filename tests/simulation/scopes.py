@@ -63,6 +63,9 @@ EXHAUSTIVE = [
     Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, may_fail=True, limits=SMALL),
 ]
 
+LARGE = ("a draft dies between two steps", "lost and repeated messages", "one after the other")
+"""Exhaustive worlds of more than 40,000 states: a minute together."""
+
 BIG = [
     Scope("two requests, longer", requests=2, max_tokens=4, limits=SMALL),
     Scope("two drafters, one dies", drafters=2, max_tokens=3, faults={"kill": 1}, limits=SMALL),

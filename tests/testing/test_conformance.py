@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from langchain_card.constraints.json_schema import json_grammar
@@ -28,6 +29,7 @@ class TestNgram(DrafterConformance):
     learns = True
 
 
+@pytest.mark.slow
 class TestForced(DrafterConformance):
     drafter = "forced"
     grammar = json_grammar(KINDS, strict=True)
@@ -45,6 +47,7 @@ class Drafting(ModelDrafter):
     name = "drafting"
 
 
+@pytest.mark.slow
 class TestModel(DrafterConformance):
     """One that matches the first tiny model in part."""
 
@@ -58,6 +61,7 @@ class TestModel(DrafterConformance):
         return Drafting(runner, vocab_size=setting.vocab_size, constrain=setting.constrain, below=below)
 
 
+@pytest.mark.slow
 class TestStacked(TestModel):
     """The same above the n-gram drafter."""
 

@@ -260,7 +260,14 @@ def test_the_sound_one_passes() -> None:
     assert len(TESTS) == 10 and not failing(Echo)
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.__name__)
+QUICK = (Deaf, Gossiping, Repeating)
+"""Those that `make test` tries."""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(each, id=each.__name__, marks=() if each in QUICK else pytest.mark.slow) for each in BROKEN],
+)
 def test_a_broken_drafter_fails(broken: Any) -> None:
     said = failing(broken)
     for name, wanted in BROKEN[broken].items():

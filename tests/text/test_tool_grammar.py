@@ -264,6 +264,7 @@ def walk(matcher: Matcher, rng: random.Random, tokenizer: Any) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("thinking", ["never", "first", "begun"])
+@pytest.mark.slow
 def test_every_call_that_is_read_can_be_made(kind: str, thinking: Thinking) -> None:
     rng, tokenizer, called = random.Random(f"{kind} {thinking}"), grammars(KINDS[kind][1])[1], 0
     for _ in range(25):

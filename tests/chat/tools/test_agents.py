@@ -81,6 +81,7 @@ def kinds(messages: list[Any]) -> list[str]:
 # A model that says what is chosen.
 
 
+@pytest.mark.slow
 async def test_a_loop(model: CARDChatModel, says: Says) -> None:
     with says(f"I look.\n{F}", G, "It is -1."):
         for found in (agent(model).invoke(ASK), await agent(model).ainvoke(ASK)):

@@ -54,6 +54,7 @@ def thinking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield model, "<think>" if kind == "first" else ""
 
 
+@pytest.mark.slow
 def test_thoughts_before_calls_and_documents(thinking: tuple[CARDChatModel, str]) -> None:
     model, begin = thinking
     thought = f"I may call {F} or <b>."
@@ -87,6 +88,7 @@ def test_thoughts_leave_room_for_calls_and_documents(thinking: tuple[CARDChatMod
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "any", "none"])
+@pytest.mark.slow
 def test_a_random_thinker(thinking: tuple[CARDChatModel, str], tool_choice: str) -> None:
     message = thinking[0].invoke("Q", tools=TOOLS, tool_choice=tool_choice, temperature=1.0, seed=3, max_tokens=180)
     assert len(calls(message)) == 1 if tool_choice == "any" else not message.tool_calls
@@ -145,6 +147,7 @@ async def test_bound_models_share_passes(model: CARDChatModel, monkeypatch: pyte
     assert all(isinstance(joke, Joke) for joke in model.with_structured_output(Joke).batch(prompts))
 
 
+@pytest.mark.slow
 def test_a_call_that_names_a_model_has_its_form(model: CARDChatModel, tmp_path: Any) -> None:
     other = make_pair(tmp_path, vocabularies.CHATML, MARKS)["model"]
     options: Any = {"model": other, "draft_model": None, "max_tokens": 100}

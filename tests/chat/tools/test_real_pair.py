@@ -25,7 +25,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from tests.support import schemas
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.pair
 SIGNS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

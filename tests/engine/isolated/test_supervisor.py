@@ -89,10 +89,11 @@ def test_the_same_answers(engine: Engine, wanted: list[tuple[int, ...]]) -> None
     assert engine.config.limits.max_num_seqs == 4
 
 
-def test_kills_under_load(engine: Engine, wanted: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_under_load(engine: Engine, wanted: list[tuple[int, ...]], kills: int) -> None:
     """Requests go on where they were; none ends twice, none is lost."""
     rng, pids = random.Random(0), set()
-    for _ in range(10):
+    for _ in range(kills):
         process = process_of(engine)
         generations = [engine.submit(*asked) for asked in ASKED]
         pieces = iter(generations[0])
@@ -103,7 +104,7 @@ def test_kills_under_load(engine: Engine, wanted: list[tuple[int, ...]]) -> None
         first = list(pieces)
         assert first and generations[0].finished
         assert [generation.result().token_ids for generation in generations] == wanted
-    assert len(pids) == 10 and all(map(gone, pids))
+    assert len(pids) == kills and all(map(gone, pids))
 
 
 def test_what_cannot_be_sent_fails_alone(engine: Engine, wanted: list[tuple[int, ...]]) -> None:
@@ -121,6 +122,7 @@ def test_what_cannot_be_sent_fails_alone(engine: Engine, wanted: list[tuple[int,
     assert process_of(engine).pid == process.pid and not engine.num_open
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_all_lives(engine: Engine) -> None:
     prompt, params = ASKED[0]
     generation = engine.submit(prompt, params)
@@ -137,6 +139,7 @@ def test_statistics_are_those_of_all_lives(engine: Engine) -> None:
     assert stats.ended - stats.first_token > 0.5, "the time until the next life counts"
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended(pair: EngineConfig, wanted: list[tuple[int, ...]]) -> None:
     with Engine(isolated(pair, silence_seconds=8.0)) as engine:
         generation = engine.submit(*ASKED[0])
@@ -159,6 +162,7 @@ def test_one_that_always_dies_is_given_up(pair: EngineConfig) -> None:
             engine.submit(*ASKED[0]).result()
 
 
+@pytest.mark.slow
 def test_what_loading_raises_is_raised_here(tmp_path: Any, pair: EngineConfig) -> None:
     with pytest.raises((ModelStoreError, UnsupportedModelError)):
         Supervisor(EngineConfig(str(tmp_path), None, isolate=True)).wait_ready()
@@ -175,6 +179,7 @@ def test_stop_strings_aborts_and_slow_readers(engine: Engine, wanted: list[tuple
     wait_until(lambda: not engine.num_open)
 
 
+@pytest.mark.slow
 def test_closing_leaves_nothing(pair: EngineConfig) -> None:
     handlers = [signal.getsignal(each) for each in signal.valid_signals()]
     engine = Engine(isolated(pair))
@@ -187,6 +192,7 @@ def test_closing_leaves_nothing(pair: EngineConfig) -> None:
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 def test_draining_ends_what_is_open(pair: EngineConfig, wanted: list[tuple[int, ...]]) -> None:
     with Engine(isolated(pair)) as engine:
         generations = [engine.submit(*asked) for asked in ASKED]
@@ -198,6 +204,7 @@ def test_draining_ends_what_is_open(pair: EngineConfig, wanted: list[tuple[int, 
             engine.submit(*ASKED[0])
 
 
+@pytest.mark.slow
 async def test_a_chat_model(pair: EngineConfig) -> None:
     fields = {"model": pair.model, "draft_model": pair.draft_model, "dtype": "float64", "max_tokens": 50}
     with CARDChatModel(**fields) as near, CARDChatModel(**fields, isolate=True) as far:
@@ -231,6 +238,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_it_does_not_outlive_its_parent(pair: EngineConfig) -> None:
     command = [sys.executable, "-c", _PARENT, pair.model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

@@ -50,17 +50,20 @@ def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("paced_echo", None)
 
 
+@pytest.mark.slow
 def test_it_has_a_process_and_drafts_there(paced: str) -> None:
+    before = children.alive()
     with prompts.running(prompts.ARCHS[0], draft_model=paced, draft_transport="process") as engine:
-        assert len(children.alive()) == 1 and "paced_echo" in sys.modules
+        assert len(children.alive()) == len(before) + 1 and "paced_echo" in sys.modules
         every = prompts.asked(prompts.ARCHS[0])
         for schedule in ("sequential", "parallel"):
             done = prompts.answers(engine, every, schedule)
             assert [one.token_ids for one in done] == [prompts.answer(prompts.ARCHS[0], one) for one in every]
             assert sum(one.stats.accepted_by_source.get("paced-echo", 0) for one in done) > 0
-    assert not children.alive()
+    assert children.alive() == before
 
 
+@pytest.mark.slow
 def test_it_conforms(paced: str) -> None:
     suite = type("Suite", (DrafterConformance,), {"drafter": paced})()
     for transport in ("inline", "thread", "process"):
@@ -79,16 +82,18 @@ def test_it_is_told_where_it_works(paced: str) -> None:
         there.constrain("start: /a/")
 
 
+@pytest.mark.slow
 def test_what_is_registered_here_alone_is_not_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(plugins._registered, ("drafters", "toy"), ToyDrafter)
     monkeypatch.setattr(ToyDrafter, "name", "toy", raising=False)
     monkeypatch.setattr(ToyDrafter, "paced", True, raising=False)
+    before = children.alive()
     with (
         pytest.raises(InvalidInputError, match="drafters = 'toy'"),
         prompts.running(prompts.ARCHS[0], draft_model="toy", draft_transport="process"),
     ):
         pass
-    assert not children.alive()
+    assert children.alive() == before
 
 
 def test_without_msgspec_there_is_no_process(paced: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def test_stacked_layers_of_unfused_models_get_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])
+@pytest.mark.slow
 def test_a_draft_in_4_bits_changes_no_answer(
     pair: tuple[str, str], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ OLDER = {  # what is said first, and what numba is to take this CPU for
 
 
 @pytest.mark.parametrize("older", OLDER)
+@pytest.mark.slow
 def test_older_instructions_give_the_same_bits(older: str, tmp_path: Path) -> None:
     """Each in a process of its own, which compiles for it."""
     if older == "avxvnni" and product_kernel.instructions() != "avx512vnni":

@@ -87,6 +87,7 @@ def test_full_queues(model: CARDChatModel, url: str, route: str) -> None:
     until(lambda: num_open(model) == 0)
 
 
+@pytest.mark.slow
 def test_waits_and_deadlines(model: CARDChatModel) -> None:
     with served(model, max_wait_seconds=0.3) as url:
         with posted(url, "/v1/chat/completions", ask(max_tokens=7000)):

@@ -171,6 +171,7 @@ MESSAGE = strategies.builds(
 
 
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.slow
 def test_messages_of_all_kinds(http: httpx.Client, route: str) -> None:
     statuses: set[int] = set()
 

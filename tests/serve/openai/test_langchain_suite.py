@@ -73,7 +73,7 @@ def real_server(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.pair
 @pytest.mark.usefixtures("real_server")
 class TestAnswersOfTheBuiltInPair(OverHTTP):
     pass
