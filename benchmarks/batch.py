@@ -56,7 +56,7 @@ def main() -> None:
     texts = prompts.load(args.prompts, args.count)
     template = ChatPromptTemplate.from_messages([("system", "You are helper {number}."), ("human", "{text}")])
     with CARDChatModel(**fields, max_tokens=args.max_tokens).load() as model:
-        chain: Chain = template | model  # type: ignore[assignment]
+        chain: Chain = template | model
         for number in (1, 2):  # one answer by each schedule, so that step times are known
             chain.invoke({"number": number, "text": texts[0]})
         speeds: dict[str, list[float]] = {method.__name__: [] for method in METHODS}

@@ -9,6 +9,7 @@ Models are of true shapes with random weights, in bfloat16. With one GPU the spe
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import random
@@ -153,7 +154,8 @@ def draft_steps(bench: Bench, shape: str) -> dict[int, float]:
         drafter.begin(Request(width, prompt, SamplingParams(max_tokens=512)), ())
         for _ in range(4):  # the first expand the root and a few; from then on steps are of full width
             drafter.step([Budget(width, width)])
-        found[width] = bench.milliseconds(lambda width=width: drafter.step([Budget(width, width)]), 10)
+        budgets = [Budget(width, width)]
+        found[width] = bench.milliseconds(functools.partial(drafter.step, budgets), 10)
         drafter.end(width)
     bench.note(f"{shape}: whole draft step, ms by width", found)
     return found

@@ -114,7 +114,10 @@ def tasks(path: Path, count: int) -> list[Row]:
     for number, row in enumerate(rows):
         if "entry_point" in row:
             question = "Complete this function. Answer with the code only.\n\n" + row["prompt"]
-            judged = {"set": "humaneval", "row": {name: row[name] for name in ("prompt", "test", "entry_point")}}
+            judged: dict[str, Any] = {
+                "set": "humaneval",
+                "row": {name: row[name] for name in ("prompt", "test", "entry_point")},
+            }
         else:
             question = row["question"] + "\nThink step by step, and end with the answer as a number."
             judged = {"set": "gsm8k", "row": {"answer": row["answer"]}}

@@ -86,8 +86,6 @@ def drafted(drafter: NgramDrafter, answers: Sequence[Answer], costs: CostModel) 
                     break
             seconds = costs.target.at(1 + width)
             costs.per_token.add(seconds / len(new), len(new))
-            if (expected := sum(chances[:width])) > 0:
-                costs.trust.add((len(new) - 1) / expected, expected)
             count(counts, seconds, width, len(new))
             for token in new:
                 tree.advance(token)

@@ -22,6 +22,7 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import Request, SamplingParams
+from langchain_card.drafters.draft_step import Block
 from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
 
@@ -35,7 +36,7 @@ class Eager(Controller):
         return super().leave(load, hit=hit)._replace(min_chance=0.0)
 
 
-class Meter(defaultdict):
+class Meter(defaultdict[str, list[float]]):
     part = ""
 
     def __call__(self, part, function, *args):
@@ -48,21 +49,21 @@ class Meter(defaultdict):
 class MeteredDrafter(ToyDrafter):
     """One whose tree is metered, and its script is not."""
 
+    meter: Meter
+
     def correct(self, *args):
         self.meter("correct the tree", super().correct, *args)
 
     def step(self, budgets):
         tree = self.trees[budgets[0].request_id]
-        nodes = self.meter("choose", tree.choose, budgets[0].width)
-        found = [zip(*self._script.candidates(self._prefix(tree, node)), strict=True) for node in nodes]
-        return [self.meter("draft tree", self._grow, tree, nodes, found)]
+        block = self.meter("choose", Block.plan, tree, budgets[0], (tree.tokens[tree.root],), lambda token_id: True)
+        children = [self._children(tree, way) for way in block.ways]
+        return [self.meter("draft tree", self._grow, block, children)]
 
-    def _grow(self, tree, nodes, found):
-        for node, (token_ids, scores) in zip(nodes, found, strict=True):
-            if node != tree.root:
-                tree.place(node)
-            tree.expand(node, token_ids, scores)
-        return tree.publish(self.name, 0, forwarded=len(nodes), elapsed=self.step_time(len(nodes)))
+    def _grow(self, block, children):
+        block.place(tuple)
+        block.settle(children)
+        return block.publish(self.name, block.expanded, self.step_time(len(block.ways)))
 
 
 def replay(limits):
@@ -75,8 +76,8 @@ def replay(limits):
     )
     core, drafter.meter = simulation._core, meter
     handle, take_in = core.handle, core.intake.take_in
-    core.handle = lambda event: meter(EVENTS.get(type(event), ""), handle, event)
-    core.intake.take_in = lambda state: meter("in " + meter.part, take_in, state)
+    core.handle = lambda event: meter(EVENTS.get(type(event), ""), handle, event)  # type: ignore[method-assign]
+    core.intake.take_in = lambda state: meter("in " + meter.part, take_in, state)  # type: ignore[method-assign]
     gc.freeze()  # what was there before is none of the round's
     (answer,) = simulation.run([Request(0, (0,), SamplingParams(max_tokens=len(text.token_ids)))])
     return meter, answer.stats

@@ -18,11 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import openai
 
 from langchain_card import CARDChatModel
 from langchain_card.bench import prompts
+from langchain_card.config import Limits
 from langchain_card.core.request import SamplingParams
 
 Answers = Callable[[int], Awaitable[int]]
@@ -45,8 +47,8 @@ def server(*arguments: str) -> Iterator[str]:
 
 def served(client: openai.AsyncOpenAI, name: str, texts: list[str], max_tokens: int) -> Answers:
     async def answer(text: str) -> int:
-        messages = [{"role": "user", "content": text}]
-        options = {"stream_options": {"include_usage": True}, "max_tokens": max_tokens, "temperature": 0}
+        messages: Any = [{"role": "user", "content": text}]
+        options: Any = {"stream_options": {"include_usage": True}, "max_tokens": max_tokens, "temperature": 0}
         tokens = 0
         async for chunk in await client.chat.completions.create(model=name, messages=messages, stream=True, **options):
             tokens = chunk.usage.completion_tokens if chunk.usage else 0
@@ -102,7 +104,7 @@ async def main() -> None:
     arguments += ["--served-model-name", "it", "--max-num-seqs", str(args.streams)]
     texts = prompts.load(prompts.OWN, args.streams)
     with contextlib.ExitStack() as held:
-        model = held.enter_context(CARDChatModel(**fields, limits={"max_num_seqs": args.streams}).load())
+        model = held.enter_context(CARDChatModel(**fields, limits=Limits(max_num_seqs=args.streams)).load())
         ways = {"engine": bare(model, texts, args.max_tokens)}
         for name, flag in (("server, isolated", "--isolate"), ("server", "--no-isolate")):
             url = held.enter_context(server(flag, *arguments))

@@ -25,7 +25,7 @@ from langchain_card.runtime.threads import num_cores
 CONTEXT, WIDTHS, RUNS = 200, (1, 2, 4, 8, 16), 20
 
 
-def stepper(model, width: int) -> Callable[[], None]:
+def stepper(model, width: int) -> Callable[[], object]:
     runner = ModelRunner(model, max_len=CONTEXT + 64, num_scratch=max(WIDTHS))
     cache = runner.open()
     runner.prefill(cache, list(range(100, 100 + CONTEXT)))
@@ -33,7 +33,7 @@ def stepper(model, width: int) -> Callable[[], None]:
     return lambda: runner.step([rows])
 
 
-def products(model, width: int) -> Callable[[], None]:
+def products(model, width: int) -> Callable[[], object]:
     """The matrix products of all layers, on levels that are there already."""
     (stack,) = model.get_decoder().layers
     linear = [
@@ -70,7 +70,7 @@ class Meter:
 
         setattr(owner, name, timed)
 
-    def of(self, run: Callable[[], None]) -> list[float]:
+    def of(self, run: Callable[[], object]) -> list[float]:
         """Milliseconds of a run: whole, by name, and the rest."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         started = perf_counter()
@@ -88,6 +88,7 @@ def main() -> None:
     meter.around(RowStablePlan, "decode", "layers")
     meter.around(row_layers, "linear", "head")
     for name, spec in (("target", pair.target), ("draft", pair.draft)):
+        assert spec is not None
         model = load_model(spec)
         steps = {width: (stepper(model, width), products(model, width)) for width in WIDTHS}
         gc.collect()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, TypeAlias
 
 DOCS = Path(__file__).parents[2] / "docs"
+Cells: TypeAlias = dict[tuple[str, float], dict[str, dict[str, Any]]]
 BEGIN, END = "<!-- begin: make contest -->", "<!-- end: make contest -->"
 METHODS = {
     "plain": "plain",
@@ -22,7 +24,7 @@ METHODS = {
 
 def main() -> None:
     rows = json.loads((DOCS / "performance.json").read_text())
-    cells: dict[tuple[str, float], dict[str, dict]] = {}
+    cells: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault((row["trace"], row["c"]), {})[row["method"]] = row
     kinds = {trace for trace, _ in cells if ", " not in trace}
@@ -33,7 +35,7 @@ def main() -> None:
     page.write_text(before + BEGIN + "\n\n" + "\n\n".join(text) + "\n\n" + END + rest.split(END)[1])
 
 
-def table_of_kind(kind: str, cells: dict) -> str:
+def table_of_kind(kind: str, cells: Cells) -> str:
     lines = [
         f"### {kind.capitalize()}\n",
         "| c | " + " | ".join(METHODS.values()) + " | card / best other | best fixed setting |",
@@ -48,7 +50,7 @@ def table_of_kind(kind: str, cells: dict) -> str:
     return "\n".join(lines)
 
 
-def shared(cells: dict) -> str:
+def shared(cells: Cells) -> str:
     methods = ("plain", "sequential", "parallel")
     lines = [
         "### Both models on one CPU\n",
@@ -61,7 +63,7 @@ def shared(cells: dict) -> str:
     return "\n".join(lines)
 
 
-def batches(cells: dict) -> str:
+def batches(cells: Cells) -> str:
     found = {trace: cell["card"]["speedup"] for (trace, _), cell in cells.items() if "at once" in trace}
     kinds = sorted({trace.split(",")[0] for trace in found})
     counts = sorted({int(trace.split(", ")[1].split()[0]) for trace in found})
