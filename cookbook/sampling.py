@@ -95,7 +95,7 @@ model.close()
 # %% [markdown]
 # ## Every order of events
 #
-# Draft and target work at the same time, messages cross, workers die. `langchain_card.testing` holds a world with the
+# Draft and target work at the same time, messages cross, workers die. `tests/simulation` holds a world with the
 # real coordinator and the real draft worker over toy models, and an explorer that tries every order of everything that
 # can happen in it. After each event it checks that what was emitted is the target's own answer, that all bounds hold and
 # that an ended request holds nothing; at the end, that an end can be reached from every state.

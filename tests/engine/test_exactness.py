@@ -23,7 +23,7 @@ from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine import build, target_worker
 from langchain_card.engine.driver import Driver
 from langchain_card.runtime import sampling, threads
-from langchain_card.runtime.cpu import matmul_kernel as product_kernel
+from langchain_card.runtime.cpu import matmul_kernel
 from tests.simulation import FixedPolicy
 from tests.support import tiny
 from tests.support.exactness import Figures, Reference, compare
@@ -112,7 +112,7 @@ def compare_all(form: str, arch: str, pair: tuple[str, str]) -> Figures:
 def test_equal_to_the_naive_loop(
     tiny_pairs: Pairs, pool: ProcessPoolExecutor, form: str, say: Callable[[str], None]
 ) -> None:
-    if form == "int8" and product_kernel.instructions() is None:
+    if form == "int8" and matmul_kernel.instructions() is None:
         pytest.skip("this build of torch has no int8 kernel")
     figures = Figures()
     for found in pool.map(compare_all, repeat(form), tiny_pairs, tiny_pairs.values()):

@@ -18,7 +18,7 @@ from langchain_card.errors import DeviceError
 from langchain_card.models import loader
 from langchain_card.models.budget import FIXED_RESERVE, ModelNeeds, check_budget, free_bytes, weight_bytes
 from langchain_card.models.loader import Pair, acquire_model, load_model, release_model, resolve
-from langchain_card.runtime.cpu import matmul_kernel as product_kernel
+from langchain_card.runtime.cpu import matmul_kernel
 from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
@@ -78,7 +78,7 @@ def test_estimate_is_what_a_tiny_model_takes(family: str, tmp_path: Path) -> Non
 def test_estimate_is_what_the_real_small_model_takes() -> None:
     compare(
         EngineConfig(
-            model="smollm2-135m", draft_model=None, quantization="int8" if product_kernel.instructions() else None
+            model="smollm2-135m", draft_model=None, quantization="int8" if matmul_kernel.instructions() else None
         )
     )
 

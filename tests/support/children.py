@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -30,7 +31,12 @@ SAID = 300
 
 def alive() -> list[psutil.Process]:
     """What this process has started. Not `multiprocessing`'s own, some of which stays to the end."""
-    return [child for child in psutil.Process().children() if "multiprocessing" not in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # one that has just ended has no command line
+            if "multiprocessing" not in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 class Sleeping(ToyDrafter):

@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 }
 WORKER = """
 import json, sys
-from langchain_card.runtime import download
+from langchain_card.models import download
 from langchain_card.models.store import ModelStore
 class Print:
     def update(self, stage, done, total): print(stage, flush=True)
@@ -115,7 +115,7 @@ class Record:
 CLI = """
 import json, sys
 from langchain_card.cli import main
-from langchain_card.runtime import download
+from langchain_card.models import download
 download.BUILTINS["tiny"] = download.Builtin(**json.loads(sys.argv[1]))
 code = main(sys.argv[2:])
 assert "torch" not in sys.modules and "transformers" not in sys.modules

@@ -1,7 +1,7 @@
 """Products of rows with integer weights, 8 or 4 bits each, on x86 CPUs.
 
 Few rows wait for memory, eight for the multiplier: so weights are read once, in one stream, and each is used for some
-rows while it lies in a register (`product_kernel`).
+rows while it lies in a register (`matmul_kernel`).
 
 Activations are rows in [-1, 1], rounded to signed levels. Weights are stored unsigned, larger by a constant that is
 taken off at the beginning: every sum starts at minus the constant times the row's own sum. A 4-bit weight shares its

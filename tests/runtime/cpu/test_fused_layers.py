@@ -14,15 +14,14 @@ import transformers as t
 
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.cpu import int8_weights, row_attention, row_kernels
-from langchain_card.runtime.cpu import matmul_kernel as product_kernel
+from langchain_card.runtime.cpu import int8_weights, matmul_kernel, row_attention, row_kernels
 from langchain_card.runtime.cpu.fused_layers import FusedLayer, FusedStack
 from langchain_card.runtime.cpu.int8 import rotate
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
 
-pytestmark = pytest.mark.skipif(product_kernel.instructions() is None, reason="this CPU lacks AVX2")
+pytestmark = pytest.mark.skipif(matmul_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(70)]
 SHAPE = tiny.SHAPE

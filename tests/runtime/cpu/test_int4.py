@@ -15,15 +15,14 @@ from langchain_card.engine import build
 from langchain_card.engine.engine import Engine
 from langchain_card.models import draft_form
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.cpu import fused_layers, int4
+from langchain_card.runtime.cpu import fused_layers, int4, matmul_kernel
 from langchain_card.runtime.cpu import integer_matmul as products
-from langchain_card.runtime.cpu import matmul_kernel as product_kernel
 from langchain_card.runtime.cpu.int8 import quantize_rows
 from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
 from tests.simulation import FixedPolicy
 from tests.support import tiny
 
-pytestmark = pytest.mark.skipif(product_kernel.instructions() is None, reason="this CPU lacks AVX2")
+pytestmark = pytest.mark.skipif(matmul_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
 
 def layers(out: int, features: int) -> tuple[IntegerLinear, IntegerLinear]:

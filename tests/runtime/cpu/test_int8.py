@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from langchain_card.runtime.cpu import compiled, row_layers
+from langchain_card.runtime.cpu import compiled, matmul_kernel, row_layers
 from langchain_card.runtime.cpu import integer_matmul as products
-from langchain_card.runtime.cpu import matmul_kernel as product_kernel
 from langchain_card.runtime.cpu.int8 import ACTIVATION_LEVELS, quantize_rows, rotate
 from langchain_card.runtime.cpu.integer_layers import IntegerLinear
 
-pytestmark = pytest.mark.skipif(product_kernel.instructions() is None, reason="this CPU lacks AVX2")
+pytestmark = pytest.mark.skipif(matmul_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
 
 def reference(layer_weight: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +55,7 @@ def test_more_activation_bits_would_saturate() -> None:
 DIGEST = """
 import hashlib, sys
 import numpy as np, torch
-from langchain_card.runtime import int4, product_kernel
+from langchain_card.runtime.cpu import int4, matmul_kernel
 from langchain_card.runtime.cpu.integer_layers import IntegerLinear
 from langchain_card.runtime.cpu.int8 import quantize_rows
 
@@ -71,7 +70,7 @@ print(found.hexdigest())
 """
 OLDER = {  # what is said first, and what numba is to take this CPU for
     "avx2": ("", {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2,+bmi,+bmi2"}),
-    "avxvnni": ("from langchain_card.runtime import product_kernel as k; k.instructions = lambda: 'avxvnni'", {}),
+    "avxvnni": ("from langchain_card.runtime.cpu import matmul_kernel as k; k.instructions = lambda: 'avxvnni'", {}),
 }
 
 
@@ -79,7 +78,7 @@ OLDER = {  # what is said first, and what numba is to take this CPU for
 @pytest.mark.slow
 def test_older_instructions_give_the_same_bits(older: str, tmp_path: Path) -> None:
     """Each in a process of its own, which compiles for it."""
-    if older == "avxvnni" and product_kernel.instructions() != "avx512vnni":
+    if older == "avxvnni" and matmul_kernel.instructions() != "avx512vnni":
         pytest.skip("this CPU has not the instruction")
 
     def digest(before: str, env: dict[str, str]) -> str:
@@ -95,7 +94,7 @@ def test_older_instructions_give_the_same_bits(older: str, tmp_path: Path) -> No
 def test_what_was_compiled_of_other_files_is_not_used() -> None:
     """A kernel in one file is compiled into functions of others: numba alone would keep those."""
     stamp = compiled._stamp()
-    assert {"products.py", "product_kernel.py", "row_kernels.py"} <= {name for name, _, _ in stamp}
+    assert {"integer_matmul.py", "matmul_kernel.py", "row_kernels.py"} <= {name for name, _, _ in stamp}
     for function in (products.multiply, products._stretches, row_layers.decode):
         assert function._cache._cache_file._source_stamp == stamp
 
