@@ -30,8 +30,7 @@ FILES = (
     "py.typed",
     "serve/page/index.html",
     "serve/page/page.js",
-    "benchmarks/contest/data/code.json",
-    "bench/data/devices/cpu.json",
+    "bench/data/prompts.jsonl",
 )
 
 

@@ -106,7 +106,7 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path, say: 
     # Folders, not what their own .pth files name: an editable install of the checkout stays unseen.
     seen = [path for path in sys.path if path.endswith("site-packages")]
     (site / "dependencies.pth").write_text("\n".join(seen))
-    said = run(python, "-I", "-W", "ignore", ROOT / "tests" / "smoke.py", cwd=tmp_path)
+    said = run(python, "-I", "-W", "ignore", ROOT / "tests" / "repo" / "smoke.py", cwd=tmp_path)
     say(f"{said}An installed wheel: {time.monotonic() - began:.0f} s")
 
 
