@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from langchain_card import CARDChatModel
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import EngineClosedError, InvalidInputError, UnknownModelError, VocabularyMismatchError
-from langchain_card.models.loader import num_loaded_models
 from tests.support import tiny, vocabularies
+from tests.support.weights import num_loaded_models
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from langchain_card import CARDChatModel
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import EngineClosedError, EngineError
-from langchain_card.models.loader import num_loaded_models
+from tests.support.weights import num_loaded_models
 
 LONG = 900
 """Tokens that take seconds; no test waits for them."""

@@ -24,8 +24,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_card import CARDChatModel
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import InvalidInputError
-from langchain_card.models.loader import num_loaded_models
 from tests.support import SMALL
+from tests.support.weights import num_loaded_models
 
 REPEAT = "Repeat this exactly: one two three four five six seven"
 ANSWER = "One two three four five six seven"

@@ -20,10 +20,11 @@ from langchain_card.engine.drafter_hosts import needs_process
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError, InvalidInputError, ModelStoreError
 from langchain_card.models.devices import find_device
-from langchain_card.models.loader import ModelSpec, Pair, num_loaded_models, resolve
+from langchain_card.models.loader import ModelSpec, Pair, resolve
 from langchain_card.runtime.threads import ThreadPlan, single_threaded
 from tests.simulation import FixedPolicy
 from tests.support import children, naive
+from tests.support.weights import num_loaded_models
 
 PROMPT = list(range(40, 60))
 ASKED: dict[str, dict[str, Any]] = {
