@@ -24,8 +24,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote
 
-from langchain_card.checks import check_choice
-from langchain_card.errors import CARDError, InvalidInputError, is_out_of_memory
+from langchain_card.errors import CARDError, InvalidInputError, check_choice, is_out_of_memory
 
 Kind: TypeAlias = Literal["drafters", "acceptance", "steering"]
 

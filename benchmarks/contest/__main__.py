@@ -11,8 +11,8 @@ from benchmarks.contest.changes import changes
 from benchmarks.contest.contest import RATIOS, Row, contest
 from benchmarks.contest.devices import load_device
 from benchmarks.contest.traces import shipped
-from langchain_card.checks import check_range
 from langchain_card.cli.fields import check_output
+from langchain_card.errors import check_range
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

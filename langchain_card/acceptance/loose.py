@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from langchain_card.checks import check_choice, check_range
 from langchain_card.core.messages import Verdict, Window
 from langchain_card.core.request import Request
 from langchain_card.core.walk import children
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_choice, check_range
 from langchain_card.ports import Setting
 from langchain_card.text.control_tokens import control_tokens
 

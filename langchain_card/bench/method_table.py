@@ -6,9 +6,8 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from langchain_card.checks import check_choice
 from langchain_card.config import EngineConfig, Schedule
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_choice
 
 PLAIN = "plain"
 """The method that the others are compared with."""

@@ -11,8 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from langchain_card.checks import check_range
-from langchain_card.errors import CorruptModelError, InvalidInputError
+from langchain_card.errors import CorruptModelError, InvalidInputError, check_range
 from langchain_card.models.mirror import download_wheel
 from langchain_card.models.store import default_cache
 

@@ -10,8 +10,7 @@ from typing import Any
 from langchain_core.utils.function_calling import convert_to_openai_function, convert_to_openai_tool
 
 from langchain_card.chat.parameters import is_pydantic, pydantic_schema, readable_tool, recursive_parameters
-from langchain_card.checks import check_choice
-from langchain_card.errors import CARDError, InvalidInputError
+from langchain_card.errors import CARDError, InvalidInputError, check_choice
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CHOICES = {"auto": "auto", "none": "none", "any": "required", "required": "required", True: "required", False: "none"}

@@ -18,8 +18,7 @@ from langchain_card.chat.base import ChatContract
 from langchain_card.chat.error_mapping import langchain_errors
 from langchain_card.chat.parameters import is_pydantic
 from langchain_card.chat.schemas import response_format_dict, tool_choice_form, tool_dict, tool_dicts
-from langchain_card.checks import check_choice
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_choice
 
 _METHODS = ("json_schema", "function_calling", "json_mode")
 

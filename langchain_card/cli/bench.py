@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong is, before hours of work."""
-    from langchain_card.checks import check_range
     from langchain_card.cli.fields import check_output
+    from langchain_card.errors import check_range
 
     if args.count is None:
         args.count = PROMPTS if args.steps is None else STEPS

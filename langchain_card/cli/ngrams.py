@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from langchain_card.chat.progress import ConsoleProgress, megabytes
-from langchain_card.checks import check_range
 from langchain_card.config import default_model
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_range
 
 MAX_FILE_BYTES = 1 << 20
 MAX_TEXT_BYTES = 1 << 26

@@ -35,9 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure the levels, plan, and measure what was planned."""
     from langchain_card.bench.measure_levels import read_levels
     from langchain_card.bench.plan import stacks
-    from langchain_card.checks import check_range
     from langchain_card.cli.fields import check_output
-    from langchain_card.errors import InvalidInputError
+    from langchain_card.errors import InvalidInputError, check_range
 
     check_range("--count", args.count, 1, 100_000)
     check_range("--max-tokens", args.max_tokens, 16, 100_000)

@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.checks import check_range
 from langchain_card.cli.fields import add_drafter_fields, add_engine_fields, drafter_fields, engine_fields
 from langchain_card.config import SCHEDULES, EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_range
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel

@@ -44,14 +44,13 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer, draw, write."""
     from langchain_card.bench.timeline import Tracer
-    from langchain_card.checks import check_range
     from langchain_card.cli.chat import load
     from langchain_card.cli.demo import PROMPT
     from langchain_card.cli.fields import check_output, drafter_fields, engine_fields
     from langchain_card.cli.render import Screen
     from langchain_card.config import EngineConfig
     from langchain_card.core.request import SamplingParams
-    from langchain_card.errors import InvalidInputError
+    from langchain_card.errors import InvalidInputError, check_range
 
     check_output("--json", args.json, ".json")
     check_output("--plot", args.plot, ".png", ".svg", ".pdf")

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from langchain_card.config import Limits, Pins, Schedule
-from langchain_card.core.calibration import Calibration
-from langchain_card.core.costs import ROW_COST, SIZE_DECAY, CostModel, Mean, Probe
+from langchain_card.core.costs import ROW_COST, SIZE_DECAY, Calibration, CostModel, Mean, Probe
 from langchain_card.core.frontier import Frontier
 from langchain_card.core.policy import Leave, Load
 

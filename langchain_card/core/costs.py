@@ -1,8 +1,9 @@
-"""What steps cost, measured while they are taken: step times by size, and the worth of a token."""
+"""Estimates learned while steps run: step times by size, and how far the chances of a drafter can be trusted."""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -195,3 +196,41 @@ class CostModel:
                 best, count = worth, i
         widths = Counter(request for _, request in order[:count])
         return [widths[request] for request in range(len(chances))]
+
+
+CHANCES = (0.005, 0.015, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99, 1.0)
+"""Stated chances up to each of these are judged together."""
+
+PRIOR_WEIGHT = 20.0
+CHANCE_DECAY = 0.995
+MIN_CHANCE = 1e-6
+
+_SCORES = tuple(map(math.log, CHANCES[:-1]))
+
+
+class Calibration:
+    """The chances that one drafter states, lowered to the share of them that came true.
+
+    An overconfident drafter would fill the window and crowd out better ones. A modest drafter keeps its own chances,
+    which are good enough to choose by (docs/LOG.md, 2026-11-23).
+
+    Args:
+        prior: share of what it states that is believed before anything was learnt.
+    """
+
+    def __init__(self, prior: float = 1.0) -> None:
+        self._stated = [Mean(chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
+        self._true = [Mean(prior * chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
+        self._lower = [math.log(prior)] * len(CHANCES)
+
+    def score(self, stated: float) -> float:
+        """The log chance to reckon with, where the drafter states this one."""
+        return stated + self._lower[bisect.bisect_left(_SCORES, stated)]
+
+    def learn(self, stated: float, *, taken: bool) -> None:
+        """The token after a candidate's parent was committed: the candidate, or not."""
+        about = bisect.bisect_left(_SCORES, stated)
+        self._stated[about].add(math.exp(stated))
+        self._true[about].add(taken)
+        true, believed = max(self._true[about].value, MIN_CHANCE), max(self._stated[about].value, MIN_CHANCE)
+        self._lower[about] = min(0.0, math.log(true / believed))

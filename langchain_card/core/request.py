@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.checks import check_choice, check_ids, check_range
 from langchain_card.config import SCHEDULES, Limits, Schedule
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_choice, check_ids, check_range
 
 if TYPE_CHECKING:
     from langchain_card.core.messages import Verdict

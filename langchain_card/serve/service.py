@@ -12,9 +12,8 @@ from fastapi import Request
 
 from langchain_card.chat.readers import Consumer
 from langchain_card.chat_model import CARDChatModel
-from langchain_card.checks import check_range
 from langchain_card.core.messages import TARGET
-from langchain_card.errors import EngineClosedError, InvalidInputError
+from langchain_card.errors import EngineClosedError, InvalidInputError, check_range
 from langchain_card.ports import Health
 from langchain_card.serve.error_bodies import INTERNAL, Problem, Refused, problem_of
 from langchain_card.serve.events import KEEP_ALIVE, OPENAI, EventStream, Wire

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from langchain_card.checks import check_range
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_range
 
 MOST_MESSAGES = 4096
 

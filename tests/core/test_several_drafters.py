@@ -10,9 +10,9 @@ import pytest
 
 from langchain_card.config import Limits
 from langchain_card.core import query
-from langchain_card.core.calibration import Calibration
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.controller import Controller
+from langchain_card.core.costs import Calibration
 from langchain_card.core.drafter_state import SourceState
 from langchain_card.core.frontier import frontier
 from langchain_card.core.messages import Proposal

@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from langchain_card.checks import check_range
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
 from langchain_card.drafters.ngram.frozen import FrozenTable
 from langchain_card.drafters.ngram.table import MAX_MATCH, Tenants, Text
 from langchain_card.drafters.ngram.trie import Trie
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_range
 from langchain_card.ports import Budget, Setting
 
 
