@@ -22,7 +22,7 @@ from benchmarks.contest.devices import costs_of, load_device
 from benchmarks.contest.traces import Trace, TraceScript, shipped
 from langchain_card.config import Limits
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.ports import Setting
 from tests.simulation.simulated import Simulation
@@ -50,8 +50,8 @@ def seconds(
     for number, trace in enumerate(traces):
         script, drafter = TraceScript(trace, traces), None
         if model:
-            level = Below(ngrams[1], BLOCK) if below else None
-            drafter = ToyDrafter(script, step_time=costs.draft, num_slots=CPU_SLOTS, below=level)
+            level = LowerLevel(ngrams[1], BLOCK) if below else None
+            drafter = ToyDrafter(script, step_time=costs.draft, num_slots=CPU_SLOTS, lower=level)
         simulation = Simulation(
             ToyTarget(script, costs.target),
             drafter,

@@ -22,7 +22,7 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.draft_step import Block
+from langchain_card.drafters.draft_step import DraftStep
 from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
 
@@ -32,8 +32,8 @@ PARTS = {"draft tree": "step", "take in": "step", "correct the tree": "pass", "q
 
 
 class Eager(Controller):
-    def leave(self, load, *, hit):
-        return super().leave(load, hit=hit)._replace(min_chance=0.0)
+    def grant(self, load, *, hit):
+        return super().grant(load, hit=hit)._replace(min_chance=0.0)
 
 
 class Meter(defaultdict[str, list[float]]):
@@ -56,14 +56,14 @@ class MeteredDrafter(ToyDrafter):
 
     def step(self, budgets):
         tree = self.trees[budgets[0].request_id]
-        block = self.meter("choose", Block.plan, tree, budgets[0], (tree.tokens[tree.root],), lambda token_id: True)
-        children = [self._children(tree, way) for way in block.ways]
-        return [self.meter("draft tree", self._grow, block, children)]
+        step = self.meter("choose", DraftStep.plan, tree, budgets[0], (tree.tokens[tree.root],), lambda token_id: True)
+        children = [self._children(tree, path) for path in step.token_paths]
+        return [self.meter("draft tree", self._grow, step, children)]
 
-    def _grow(self, block, children):
-        block.place(tuple)
-        block.settle(children)
-        return block.publish(self.name, block.expanded, self.step_time(len(block.ways)))
+    def _grow(self, step, children):
+        step.place(tuple)
+        step.settle(children)
+        return step.publish(self.name, step.expanded, self.step_time(len(step.token_paths)))
 
 
 def replay(limits):
@@ -75,9 +75,9 @@ def replay(limits):
         ToyTarget(library, costs.target), drafter, Eager(shared_device=False, limits=limits), limits
     )
     core, drafter.meter = simulation._core, meter
-    handle, take_in = core.handle, core.intake.take_in
+    handle, absorb = core.handle, core.intake.absorb
     core.handle = lambda event: meter(EVENTS.get(type(event), ""), handle, event)  # type: ignore[method-assign]
-    core.intake.take_in = lambda state: meter("in " + meter.part, take_in, state)  # type: ignore[method-assign]
+    core.intake.absorb = lambda state: meter("in " + meter.part, absorb, state)  # type: ignore[method-assign]
     gc.freeze()  # what was there before is none of the round's
     (answer,) = simulation.run([Request(0, (0,), SamplingParams(max_tokens=len(text.token_ids)))])
     return meter, answer.stats

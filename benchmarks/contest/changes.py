@@ -54,11 +54,11 @@ class Watched(Controller):
         self.rounds: list[Round] = []
         self.tokens, self._now = 1, 0.0
 
-    def saw_pass(
+    def observe_pass(
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
         """Learns from it, and writes it down."""
-        super().saw_pass(load, requests, rows, tokens, elapsed, since_last)
+        super().observe_pass(load, requests, rows, tokens, elapsed, since_last)
         if since_last is not None:
             costs = self.costs_of(load)
             self.tokens, self._now = self.tokens + tokens, self._now + since_last

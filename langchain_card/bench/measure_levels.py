@@ -18,7 +18,7 @@ from langchain_card.bench.steps import CONTEXT, SIZES, Steps, curves
 from langchain_card.bench.teacher_forced import along, asked_as_user, borrowed, check_alike
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.lower_level import Below, Question
+from langchain_card.drafters.lower_level import GuessRequest, LowerLevel
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.models.loader import ModelSpec, Pair, resolve
@@ -169,21 +169,21 @@ def _ask_drafter(spec: str, config: EngineConfig, pair: Pair, answers: Sequence[
     """What a drafter without a model says at each position; seconds that it takes a time."""
     setting = Setting(pair.vocab_size, pair.max_len, 1, pair.eos_ids, pair.tokenizer, limits=config.limits)
     drafter = plugins.find("drafters", spec).make(setting)
-    below, spent, asked = Below(drafter, 1, pair.vocab_size), 0.0, 0
+    lower, spent, asked = LowerLevel(drafter, 1, pair.vocab_size), 0.0, 0
     for number, text in enumerate(answers):
         request = Request(number, text.prompt_ids, SamplingParams(), pair.eos_ids)
-        below.begin(request, ())
+        lower.begin(request, ())
         chains = list[list[int]]()
         for place, token in enumerate(text.token_ids):
             begun = time.perf_counter()
-            (heard,) = below.ask([Question(number, place, (), MOST)])
+            (heard,) = lower.guess([GuessRequest(number, place, (), MOST)])
             spent, asked = spent + time.perf_counter() - begun, asked + 1
-            chains.append(_chain(heard.guesses(0, 1, lambda _: True)))
-            below.correct(number, place, [token])
-        below.end(number)
+            chains.append(_chain(heard.rows(0, 1, lambda _: True)))
+            lower.correct(number, place, [token])
+        lower.end(number)
         text.said.append(chains)
-    below.close()
-    if below.failed:
+    lower.close()
+    if lower.failed:
         raise InvalidInputError(
             "stack", spec, "failed while it was asked", "the log says how: mend it, or leave it out"
         )

@@ -1,9 +1,12 @@
 """`CandidateTree`: the shared cache of one request.
 
-A trie over the answer: node 0 stands for the last prompt token, the committed tokens hang below it in one path, and
+A trie over the answer: node 0 stands for the last prompt token, the committed tokens form one path below it, and the
 candidates hang below the last committed token, the *root*. Arrays are append-only: after a correction the nodes of a
-branch that came out wrong have no children any more, but keep their numbers. Dead nodes are swept out when they
-outnumber the bound.
+rejected branch lose their children but keep their numbers. Dead nodes are swept out when they outnumber the bound.
+
+Scores come from several drafters. A candidate that a language model has listed keeps the score of the model; otherwise
+the highest score counts. A candidate that a model did not list, although it has expanded the parent, is *unlisted*, and
+its chance is lower.
 """
 
 from __future__ import annotations
@@ -14,31 +17,33 @@ from collections.abc import Collection
 from typing import TypeAlias
 
 DEAD = -1
-"""Node number for what hangs under a branch that is no longer possible."""
+"""Node number under a branch that is no longer possible."""
+
+_PER_NODE = ("tokens", "scores", "sources", "origins", "unlisted_logps", "_depths")
 
 Subtree: TypeAlias = tuple[list[int], list[float]]
-"""Nodes, and the chance of each."""
+"""Nodes, and the chance of each to be accepted."""
 
 
 class CandidateTree:
-    """Committed path and candidates of one request.
+    """The committed path and the candidates of one request.
 
     Attributes:
         tokens: [nodes] token ids.
         parents: [nodes] parent node; smaller than the node itself.
         scores: [nodes] log of the estimated chance that the target picks this token after its parent.
         sources: [nodes] the drafter that proposed it first, or "".
-        words: [nodes] whose word the score is, and the log chance that was stated.
-        doubted: [nodes] the score where a drafter that knows has looked and did not list it.
-        looked: nodes behind which such a drafter has looked.
-        listed: nodes that it listed: its word counts, and no other's.
+        origins: [nodes] the drafter whose score counts, and the log chance that it stated.
+        unlisted_logps: [nodes] the score that counts while the node is unlisted.
+        expanded_by_model: nodes whose children a model has listed.
+        listed_by_model: nodes that a model has listed.
         root: node of the last committed token.
         path: nodes of the committed tokens; `path[n]` is the node after n output tokens.
     """
 
     __slots__ = (
-        "_best", "_children", "_depths", "_pruned", "doubted", "listed", "looked",
-        "parents", "path", "root", "scores", "sources", "tokens", "words",
+        "_best", "_children", "_depths", "_pruned", "expanded_by_model", "listed_by_model",
+        "origins", "parents", "path", "root", "scores", "sources", "tokens", "unlisted_logps",
     )  # fmt: skip
 
     def __init__(self, last_prompt_token: int) -> None:
@@ -46,14 +51,14 @@ class CandidateTree:
         self.parents = [DEAD]
         self.scores = [0.0]
         self.sources = [""]
-        self.words = [("", 0.0)]
-        self.doubted = [0.0]
-        self.looked: set[int] = set()
-        self.listed: set[int] = set()
+        self.origins = [("", 0.0)]
+        self.unlisted_logps = [0.0]
+        self.expanded_by_model: set[int] = set()
+        self.listed_by_model: set[int] = set()
         self.root = 0
         self.path = [0]
-        self._children: dict[int, dict[int, int]] = {}  # by token, of the nodes that have any
-        self._pruned = True  # whether only living nodes have them
+        self._children: dict[int, dict[int, int]] = {}  # node -> token -> child
+        self._pruned = True  # whether only living nodes have children
         self._depths = [0]  # [nodes] below node 0
         self._best: tuple[int, Subtree] | None = None  # with its budget, until the candidates change
 
@@ -61,20 +66,9 @@ class CandidateTree:
         return len(self.tokens)
 
     def copy(self) -> CandidateTree:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = CandidateTree.__new__(CandidateTree)
-        for name in (
-            "tokens",
-            "parents",
-            "scores",
-            "sources",
-            "words",
-            "doubted",
-            "path",
-            "looked",
-            "listed",
-            "_depths",
-        ):
+        for name in (*_PER_NODE, "parents", "path", "expanded_by_model", "listed_by_model"):
             setattr(copied, name, getattr(self, name).copy())
         copied._children = {node: children.copy() for node, children in self._children.items()}
         copied.root, copied._best, copied._pruned = self.root, self._best, self._pruned
@@ -84,21 +78,21 @@ class CandidateTree:
         self,
         parent: int,
         token: int,
-        stated: float,
+        stated_logp: float,
         source: str,
+        trusted_logps: tuple[float, float] | None = None,
         *,
-        judged: tuple[float, float] | None = None,
-        knows: bool = False,
+        from_model: bool = False,
     ) -> int:
-        """Adds a candidate, or finds the node it equals.
+        """Add a candidate, or find the node that it equals.
 
         Args:
-            parent: its node.
-            token: of the candidate.
-            stated: log chance that the source states.
-            source: who proposes it.
-            judged: log chances to reckon with: its score, and that where it is doubted; None for what is stated.
-            knows: whether the source has a model, so that its word counts more than that of those who have none.
+            parent: node of the token before it.
+            token: the candidate's token.
+            stated_logp: log chance that the drafter states.
+            source: name of the drafter.
+            trusted_logps: its score, and its score while unlisted; None takes the stated one for both.
+            from_model: whether the score is a language model's, which counts more than other scores.
 
         Returns:
             The node, or `DEAD` when the parent is dead or the committed tokens took another branch there.
@@ -112,37 +106,38 @@ class CandidateTree:
             if not self.is_alive(parent):
                 return self._committed(parent, token)
             children = self._children[parent] = {}
-        score, doubted = judged or (stated, stated)
+        score, unlisted_logp = trusted_logps or (stated_logp, stated_logp)
         node = children.get(token)
         if node is None:
             node = children[token] = self._append(parent, token, source)
-            self._say(node, source, stated, score, doubted)
-        elif knows != (node in self.listed):
-            if knows:  # the first that does
-                self._say(node, source, stated, score, doubted)
+            self._set_score(node, source, stated_logp, score, unlisted_logp)
+        elif from_model != (node in self.listed_by_model):
+            if from_model:  # the first model that lists it
+                self._set_score(node, source, stated_logp, score, unlisted_logp)
         elif self.scores[node] < score:
-            self._say(node, source, stated, score, max(doubted, self.doubted[node]))
-        if knows:
-            self.listed.add(node)
+            self._set_score(node, source, stated_logp, score, max(unlisted_logp, self.unlisted_logps[node]))
+        if from_model:
+            self.listed_by_model.add(node)
         return node
 
-    def _say(self, node: int, source: str, stated: float, score: float, doubted: float) -> None:
-        self.words[node], self.scores[node], self.doubted[node] = (source, stated), min(score, 0.0), doubted
+    def _set_score(self, node: int, source: str, stated_logp: float, score: float, unlisted_logp: float) -> None:
+        self.origins[node] = source, stated_logp
+        self.scores[node], self.unlisted_logps[node] = min(score, 0.0), unlisted_logp
         self._best = None
 
-    def look(self, nodes: Collection[int]) -> None:
-        """A drafter that knows has listed what may follow these nodes."""
-        self.looked.update(nodes)
+    def mark_expanded(self, nodes: Collection[int]) -> None:
+        """Note that a model has listed the children of these nodes."""
+        self.expanded_by_model.update(nodes)
         self._best = None
 
     def is_alive(self, node: int) -> bool:
-        """Whether `node` is the root or lies below it."""
+        """Return whether `node` is the root or lies below it."""
         if not self._pruned:
             self._prune()
         return node == self.root or self.parents[node] in self._children
 
     def _prune(self) -> None:
-        """Takes their children from all nodes that are not the root and do not lie below it."""
+        """Remove the children of all nodes that are neither the root nor below it."""
         living = [self.root]
         for node in living:
             if node in self._children:
@@ -151,7 +146,7 @@ class CandidateTree:
         self._pruned = True
 
     def _committed(self, parent: int, token: int) -> int:
-        """The node of `token` when it was committed after `parent`, else `DEAD`."""
+        """Return the node of `token` if it was committed after `parent`, else `DEAD`."""
         depth = self._depths[parent]
         if self.path[depth : depth + 1] != [parent] or depth + 1 == len(self.path):
             return DEAD
@@ -159,15 +154,15 @@ class CandidateTree:
         return node if self.tokens[node] == token else DEAD
 
     def children(self, node: int) -> list[int]:
-        """All children of `node`, oldest first."""
+        """Return all children of `node`, oldest first."""
         return list(self._children.get(node, {}).values())
 
     def first_child(self) -> int:
-        """The likeliest child of the root, or `DEAD`."""
+        """Return the likeliest child of the root, or `DEAD`."""
         return max(self._children.get(self.root, {}).values(), key=self._score, default=DEAD)
 
     def advance(self, token: int) -> bool:
-        """Commits `token`: the root moves to it, and everything beside it is dead.
+        """Commit `token`: the root moves to it, and everything beside it is dead.
 
         Returns:
             Whether the token was in the cache (a hit).
@@ -179,13 +174,13 @@ class CandidateTree:
         return node is not None
 
     def best_subtree(self, budget: int) -> Subtree:
-        """The connected subtree below the root with the largest expected number of accepted tokens.
+        """Return the connected subtree below the root with the largest expected number of accepted tokens.
 
         Args:
             budget: nodes at most, the root not counted.
 
         Returns:
-            Nodes, every parent before its children, likeliest first; and each one's chance of being accepted.
+            Nodes, likeliest first, so that every parent comes before its children; and the chance of each.
         """
         if self._best is None or self._best[0] != budget:
             self._best = budget, self._likeliest(budget)
@@ -209,7 +204,7 @@ class CandidateTree:
         return nodes, chances
 
     def best_chain(self, budget: int) -> tuple[list[int], list[float]]:
-        """The same with one child a node: the likeliest."""
+        """Return the chain of likeliest children below the root, at most `budget` nodes, and the chance of each."""
         chosen: list[int] = []
         chances: list[float] = []
         reached, node = 0.0, self.root
@@ -220,31 +215,31 @@ class CandidateTree:
             chances.append(math.exp(reached))
         return chosen, chances
 
-    def is_doubted(self, node: int) -> bool:
-        """Whether a drafter that knows has looked, and has not listed it."""
-        return node not in self.listed and self.parents[node] in self.looked
+    def is_unlisted(self, node: int) -> bool:
+        """Return whether a model has expanded the parent and has not listed the node."""
+        return node not in self.listed_by_model and self.parents[node] in self.expanded_by_model
 
     def _score(self, node: int) -> float:
-        return min(self.scores[node], self.doubted[node]) if self.is_doubted(node) else self.scores[node]
+        return min(self.scores[node], self.unlisted_logps[node]) if self.is_unlisted(node) else self.scores[node]
 
-    def _excess(self, siblings: Collection[int]) -> float:
-        """Log of what drafters that disagree state together, where that is more than certain: they share one."""
-        return math.log(max(1.0, sum(math.exp(self._score(node)) for node in siblings)))
+    def _excess(self, children: Collection[int]) -> float:
+        """Return the log of the children's total chance where it exceeds 1: drafters that disagree share it."""
+        return math.log(max(1.0, sum(math.exp(self._score(node)) for node in children)))
 
     def covered(self, node: int) -> float:
-        """The chance that what follows a node is among its children."""
+        """Return the chance that the token after a node is among its children."""
         return sum(math.exp(self._score(child)) for child in self.children(node))
 
     def depth(self, node: int) -> int:
-        """Of a living node below the root."""
+        """Return the depth of a living node below the root."""
         return self._depths[node] - self._depths[self.root]
 
     def living(self) -> list[int]:
-        """The root and all that lies below it."""
+        """Return the root and all nodes below it."""
         return [self.root, *(child for children in self._children.values() for child in children.values())]
 
     def sweep(self) -> dict[int, int]:
-        """Forgets dead nodes.
+        """Forget dead nodes.
 
         Returns:
             New number of every node that stays: the committed path and all that is alive.
@@ -253,7 +248,7 @@ class CandidateTree:
         stay = [*self.path[:-1], *sorted(self.living())]
         new = {old: i for i, old in enumerate(stay)}
         self.parents = [new.get(self.parents[n], DEAD) for n in stay]
-        for name in ("tokens", "scores", "sources", "words", "doubted", "_depths"):
+        for name in _PER_NODE:
             setattr(self, name, [getattr(self, name)[n] for n in stay])
         self._children = {
             new[node]: {token: new[child] for token, child in children.items()}
@@ -261,7 +256,8 @@ class CandidateTree:
         }
         self.root = new[self.root]
         self.path = [new[n] for n in self.path]
-        self.looked, self.listed = ({new[n] for n in nodes if n in new} for nodes in (self.looked, self.listed))
+        for name in ("expanded_by_model", "listed_by_model"):
+            setattr(self, name, {new[n] for n in getattr(self, name) if n in new})
         self._best = None
         return new
 
@@ -271,8 +267,8 @@ class CandidateTree:
         self.parents.append(parent)
         self.scores.append(0.0)
         self.sources.append(source)
-        self.words.append((source, 0.0))
-        self.doubted.append(0.0)
+        self.origins.append((source, 0.0))
+        self.unlisted_logps.append(0.0)
         self._depths.append(depth)
         self._best = None
         return node

@@ -6,9 +6,9 @@ Verified    ─► walk: commit what the target chose ─► Emit, and Correct e
 Proposed    ─► grow the cache
 ```
 
-Everything else is what may happen meanwhile: requests come and go, consumers fall behind, workers die and come back.
-`handle(event)` changes the state and returns what is to be done. No clock, no threads, no randomness: the same object
-runs in production, under a virtual clock and in an explorer of interleavings. (CARD, arXiv 2508.04462.)
+The other events may happen at any time: requests come and go, consumers fall behind, workers die and come back.
+`handle(event)` changes the state and returns the effects to carry out. There is no clock, no thread and no randomness:
+the same object runs in production, under a virtual clock and in an explorer of interleavings. (CARD, arXiv 2508.04462.)
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from collections.abc import Sequence
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.drafter_state import well_typed
-from langchain_card.core.lifecycle import Admission
+from langchain_card.core.lifecycle import Lifecycle
 from langchain_card.core.pass_timing import Passes
 from langchain_card.core.policy import Policy
 from langchain_card.core.proposals import Intake
-from langchain_card.core.query import Query, Source
+from langchain_card.core.query import DrafterTraits, Query
 from langchain_card.core.request import FinishReason, Request
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.state import RequestState
@@ -36,17 +35,17 @@ class Coordinator:
     """The only writer of request state.
 
     Args:
-        sources: the drafters.
+        drafters: traits of the drafters.
         limits: bounds.
-        policy: what is decided by measurements.
-        vocab_size: of the target; proposals with other token ids are refused.
+        policy: decides what depends on measurements.
+        vocab_size: the target's; proposals with other token ids are refused.
         chains: verify no more than one candidate after each row.
-        rule: which rows of a window are committed; the exact one by default.
+        rule: decides which rows of a window are committed; the exact rule by default.
     """
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        drafters: Sequence[DrafterTraits],
         limits: Limits,
         policy: Policy,
         vocab_size: int = 2**31,
@@ -54,24 +53,24 @@ class Coordinator:
         chains: bool = False,
         rule: AcceptanceRule | None = None,
     ) -> None:
-        self.sources = {source.name: source for source in sources}
+        self.drafters = {drafter.name: drafter for drafter in drafters}
         self.limits = limits
         self.policy = policy
         self.vocab_size = vocab_size
         self.rule: AcceptanceRule = rule or ExactRule()
-        self.query = Query(self.sources, limits, policy, chains=chains)
+        self.query = Query(self.drafters, limits, policy, chains=chains)
         self.scheduler = Scheduler(limits)
-        self.workers = Workers((m.TARGET, *self.sources), limits)
+        self.workers = Workers((m.TARGET, *self.drafters), limits)
         self.draining = False
-        self.stale = 0  # proposals and verdicts that came too late, twice or malformed
+        self.stale = 0  # proposals and verdicts that came too late or twice
         self._next_step_id = 0
         self._passes = Passes(policy)
-        self.intake = Intake(self.sources, limits, policy, self._passes, vocab_size)
+        self.intake = Intake(self.drafters, limits, policy, self._passes, vocab_size)
         self._connect()
 
     def _connect(self) -> None:
-        self.admission = Admission(
-            sources=self.sources,
+        self.lifecycle = Lifecycle(
+            drafters=self.drafters,
             scheduler=self.scheduler,
             workers=self.workers,
             query=self.query,
@@ -80,24 +79,24 @@ class Coordinator:
         )
 
     def copy(self) -> Coordinator:
-        """An independent copy that shares the policy."""
-        sources, chains = tuple(self.sources.values()), self.query.chains
+        """Return an independent copy that shares the policy."""
+        drafters, chains = tuple(self.drafters.values()), self.query.chains
         rule = self.rule.copy()
-        copied = Coordinator(sources, self.limits, self.policy, self.vocab_size, chains=chains, rule=rule)
+        copied = Coordinator(drafters, self.limits, self.policy, self.vocab_size, chains=chains, rule=rule)
         copied.scheduler, copied.workers = self.scheduler.copy(), self.workers.copy()
         copied._connect()
         copied.draining, copied.stale, copied._next_step_id = self.draining, self.stale, self._next_step_id
         return copied
 
     def handle(self, event: m.Event) -> list[m.Effect]:
-        """One event in, the effects to carry out, in order."""
+        """Handle one event; return the effects to carry out, in order."""
         match event:
             case m.TargetReady(now):
                 return self._query(now)
             case m.Verified(verdict, now):
                 return self._commit(verdict, now)
             case m.Proposed(proposal, now):
-                return self._hear(proposal, now)
+                return self._receive(proposal, now)
             case m.Submitted(request, now, output_ids):
                 return self._submit(request, output_ids, now)
             case m.Stopped(request_id, reason, now, num_tokens):
@@ -105,26 +104,26 @@ class Coordinator:
             case m.Paused(request_id, paused, now):
                 return self._pause(request_id, paused, now)
             case m.WorkerStarted(worker):
-                return self._welcome(worker)
+                return self._on_started(worker)
             case m.WorkerDied(worker, now, reason):
-                return self._lose(worker, now, reason)
+                return self._on_died(worker, now, reason)
             case m.OutOfMemory(worker, request_ids, now):
-                return self._shrink(worker, request_ids, now)
+                return self._on_out_of_memory(worker, request_ids, now)
             case m.Draining():
                 self.draining = True
-                self.scheduler.unpause()  # all answers are written to their end, read or not
+                self.scheduler.unpause()  # all answers are written to their end, even if not read
                 return []
 
-    # Query: what shall the target verify next?
+    # Query: choose what the target verifies next.
 
     def _query(self, now: float) -> list[m.Effect]:
         effects: list[m.Effect] = []
         if m.TARGET not in self.workers:
             return [m.Wait(math.inf)]
         while (paused := self.scheduler.in_the_way()) is not None:
-            effects += self.admission.leave(paused, now)
+            effects += self.lifecycle.release(paused, now)
             self.scheduler.put_back(paused)
-        effects += self.admission.admit(now)
+        effects += self.lifecycle.admit(now)
         ready, until, drafting = [], math.inf, False
         for state in self.scheduler.verifiable():
             effects += self.query.draft_first(state, self.scheduler.load(state), now)
@@ -147,7 +146,7 @@ class Coordinator:
         self._passes.begin(windows, loads[0] if len(set(loads)) == 1 else None)
         return m.Verify(tuple(windows))
 
-    # Correct: what did the target decide?
+    # Correct: commit what the target decided.
 
     def _commit(self, verdict: m.Verdict, now: float) -> list[m.Effect]:
         state = self.scheduler.running.get(verdict.request_id)
@@ -161,7 +160,7 @@ class Coordinator:
             return self._finish(state, FinishReason.ERROR, now, str(error))
         tokens, reason = cut(tokens, state.request, len(state.output_ids))
         sources = [self._advance(state, token) for token in tokens[:-1]]
-        self.intake.take_in(state)
+        self.intake.absorb(state)
         sources.append(self._advance(state, tokens[-1]))
         hit = bool(sources[-1])
         accepted = sources[: len(rows) - 1]
@@ -178,31 +177,31 @@ class Coordinator:
             return effects + self._finish(state, reason, now)
         if len(state.tree) > len(state.tree.path) + self.limits.max_tree_nodes:
             new = state.tree.sweep()
-            for source in state.sources.values():
-                source.renumber(new)
-        for name in state.sources:
-            effects += self.admission.correct(state, name, hit=hit)
+            for drafter in state.drafters.values():
+                drafter.renumber(new)
+        for name in state.drafters:
+            effects += self.lifecycle.correct(state, name, hit=hit)
         return effects
 
     def _advance(self, state: RequestState, token: int) -> str:
-        """Commits one token; the drafter that had proposed it, or ""."""
-        drafted = any(state.tree.root in source.expanded for source in state.sources.values())
+        """Commit one token; return the drafter that had proposed it, or ""."""
+        drafted = any(state.tree.root in drafter.expanded for drafter in state.drafters.values())
         tree, first = state.tree, state.tree.first_child()
         for child in tree.children(tree.root):
-            taken, doubted = tree.tokens[child] == token, tree.is_doubted(child)
-            self.policy.saw_candidate(*tree.words[child], taken=taken, doubted=doubted)
+            taken, unlisted = tree.tokens[child] == token, tree.is_unlisted(child)
+            self.policy.observe_candidate(*tree.origins[child], taken=taken, unlisted=unlisted)
         hit = tree.advance(token)
         if drafted:
-            self.policy.saw_token(hit=hit, first=hit and tree.root == first)
+            self.policy.observe_token(hit=hit, first=hit and tree.root == first)
         return state.tree.sources[state.tree.root] if hit else ""
 
-    def _hear(self, proposal: m.Proposal, now: float) -> list[m.Effect]:
-        state = self.scheduler.running.get(proposal.request_id) if well_typed(proposal) else None
-        source = state.sources.get(proposal.source) if state is not None else None
-        if state is None or source is None:
+    def _receive(self, proposal: m.Proposal, now: float) -> list[m.Effect]:
+        state = self.scheduler.running.get(proposal.request_id)
+        drafter = state.drafters.get(proposal.source) if state is not None else None
+        if state is None or drafter is None:
             self.stale += 1
         else:
-            self.stale += not self.intake.hear(state, source, proposal, self.scheduler.load(state), now)
+            self.stale += not self.intake.receive(state, drafter, proposal, self.scheduler.load(state), now)
         return []
 
     # Requests come and go.
@@ -230,7 +229,7 @@ class Coordinator:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, error: str = "") -> list[m.Effect]:
         state.stats.ended = now
-        effects = self.admission.leave(state, now) if self.scheduler.end(state) else []
+        effects = self.lifecycle.release(state, now) if self.scheduler.end(state) else []
         return [*effects, m.Finish(state.request.request_id, reason, state.stats, error)]
 
     def _pause(self, request_id: int, paused: bool, now: float) -> list[m.Effect]:
@@ -242,14 +241,14 @@ class Coordinator:
 
     # Workers fail and come back.
 
-    def _welcome(self, worker: str) -> list[m.Effect]:
-        """A drafter joins the running requests; a target that came back begins with those that wait."""
+    def _on_started(self, worker: str) -> list[m.Effect]:
+        """Let a drafter join the running requests; a target that came back begins with those that wait."""
         if not self.workers.started(worker) or worker == m.TARGET:
             return []
-        return [e for state in self.scheduler.running.values() for e in self.admission.begin_drafting(worker, state)]
+        return [e for state in self.scheduler.running.values() for e in self.lifecycle.begin_drafting(worker, state)]
 
-    def _lose(self, worker: str, now: float, reason: str) -> list[m.Effect]:
-        """A drafter costs speed; with the target all that runs goes back to wait, to be read again."""
+    def _on_died(self, worker: str, now: float, reason: str) -> list[m.Effect]:
+        """Handle a death: a drafter's costs only speed; a target's sends all running requests back to the queue."""
         if self.workers.given_up(worker):
             return []
         for state in self.scheduler.running.values():
@@ -259,32 +258,32 @@ class Coordinator:
         effects: list[m.Effect] = [] if restart_at is None else [m.Restart(worker, restart_at)]
         if worker != m.TARGET:
             for state in self.scheduler.running.values():
-                state.sources.pop(worker, None)
+                state.drafters.pop(worker, None)
                 state.wait_until = None
             return effects
         for state in reversed(list(self.scheduler.running.values())):
-            effects += self.admission.leave(state, now)
+            effects += self.lifecycle.release(state, now)
             self.scheduler.put_back(state)
         for state in culprits if restart_at is not None else list(self.scheduler.waiting):
             effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
         return effects
 
-    def _shrink(self, worker: str, request_ids: Sequence[int], now: float) -> list[m.Effect]:
-        """Out of memory: a drafter is left out; on the target fewer requests run at once, and one alone fails."""
+    def _on_out_of_memory(self, worker: str, request_ids: Sequence[int], now: float) -> list[m.Effect]:
+        """Do without a drafter that ran out of memory; on the target, run fewer requests, or fail the only one."""
         effects: list[m.Effect] = []
         if worker != m.TARGET:
             states = [state for i in request_ids if (state := self.scheduler.running.get(i)) is not None]
-            left = [state for state in states if state.sources.pop(worker, None) is not None]
+            left = [state for state in states if state.drafters.pop(worker, None) is not None]
             for state in left:
                 state.wait_until = None
             return [m.End(worker, state.request.request_id) for state in left]
         states = [state for state in self.scheduler.running.values() if state.window is not None]
         for state in states:
             state.window, state.wait_until = None, None
-            self.intake.take_in(state)
+            self.intake.absorb(state)
         if len(self.scheduler.running) > 1:
             youngest = list(self.scheduler.running.values())[-1]
-            effects += self.admission.leave(youngest, now)
+            effects += self.lifecycle.release(youngest, now)
             self.scheduler.put_back(youngest)
             self.scheduler.capacity = len(self.scheduler.running)
             return effects

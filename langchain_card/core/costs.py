@@ -11,27 +11,27 @@ DECAY = 0.9
 """Weight of the past against one new observation."""
 
 SPEED_DECAY = 0.8
-"""The same for the speed of a device, which may change at once."""
+"""Weight of the past for the speed of a device, which may change at once."""
 
 SIZE_DECAY = 0.98
-"""The same for how much longer one size of step takes than another, which hardly changes."""
+"""Weight of the past for the ratio of step times between sizes, which hardly changes."""
 
 MAX_SURPRISE = 2.0
-"""A step that takes so many times longer than was expected, or more, counts as so many."""
+"""A step counts as at most this many times longer, or shorter, than expected."""
 
 FIRST_PROBE = 32
-"""Passes after which what does not seem to pay is tried again."""
+"""Passes after which a step that does not seem to pay is tried again."""
 
 ROW_COST = 0.05
-"""Share of a step that one more row is taken to cost where nothing was measured."""
+"""Assumed cost of one more row, as a share of a step, before it was measured."""
 
 
 class Mean:
-    """A decaying mean: a new observation counts 1 - decay, the first ones more, a part of one its part.
+    """A decaying mean: a new observation weighs 1 - decay, the first ones more.
 
     Attributes:
         value: the mean; at first the prior.
-        weight: how many observations stand behind it; at first those that the prior is worth.
+        weight: number of observations behind it; at first the number that the prior is worth.
     """
 
     __slots__ = ("_decay", "value", "weight")
@@ -42,11 +42,11 @@ class Mean:
         self._decay = decay
 
     def copy(self) -> Mean:
-        """An independent copy."""
+        """Return an independent copy."""
         return Mean(self.value, self.weight, self._decay)
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Takes one observation in."""
+        """Add one observation; a `weight` below 1 adds a part of one."""
         self.weight = self.weight * self._decay ** min(weight, 1.0) + weight
         self.value += (value - self.value) * weight / self.weight
 
@@ -54,8 +54,8 @@ class Mean:
 class StepTimes:
     """Measured seconds of a step by its number of rows.
 
-    Two sizes an octave are told apart. What they have in common, the speed, is followed at once: when the device slows
-    down, every size is known to take longer, whether it was seen since or not.
+    Two sizes per octave are kept apart. Their common factor, the speed of the device, is followed at once: when the
+    device slows down, the times of all sizes rise, even of those that were not observed since.
     """
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class StepTimes:
         self._points: list[tuple[float, float]] = []
 
     def copy(self) -> StepTimes:
-        """What is known so far, to be learnt on from here."""
+        """Return a copy, which learns independently from here on."""
         copied = StepTimes()
         copied._speed, copied._points = self._speed, self._points
         copied._sizes = {about: (size.copy(), seconds.copy()) for about, (size, seconds) in self._sizes.items()}
         return copied
 
     def observe(self, rows: int, elapsed: float, weight: float = 1.0) -> None:
-        """A step over `rows` rows took `elapsed` seconds; `weight` is less than 1 where it is told in parts."""
+        """Add a step over `rows` rows that took `elapsed` seconds; `weight` is below 1 if it is reported in parts."""
         if (about := _size(rows)) not in self._sizes:
             self._sizes[about] = Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)
         size, seconds = self._sizes[about]
@@ -79,17 +79,17 @@ class StepTimes:
             surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
             elapsed = min(elapsed, MAX_SURPRISE * expected)
             if 0 < seconds.weight <= 1 and surprise < 1:
-                seconds.weight = 0.0  # of the first two the shorter counts: one may have been cold
+                seconds.weight = 0.0  # of the first two the shorter counts: the first may have been cold
             elif seconds.weight:
                 self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
         size.add(rows, weight)
         seconds.add(elapsed / self._speed, weight)
         self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
-        for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: it was a bad moment
+        for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
             self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
 
     def at(self, rows: int = 1) -> float:
-        """Seconds over `rows` rows: on the line between or beyond measured sizes; 0 if nothing was measured."""
+        """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any."""
         points = self._points
         if not points or rows <= points[0][0]:
             return self._speed * points[0][1] if points else 0.0
@@ -99,7 +99,7 @@ class StepTimes:
         return self._speed * (low + max(slope, 0.0) * (rows - few))
 
     def row_cost(self) -> float:
-        """Seconds that one more row adds: measured over the sizes that were tried, else a guess."""
+        """Return the seconds that one more row adds: measured if two sizes were, else a guess."""
         return self._speed * self._slope()
 
     def _slope(self) -> float:
@@ -110,15 +110,15 @@ class StepTimes:
 
 
 def _size(rows: int) -> int:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: the largest that is not above `rows`."""
+    """Return the largest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not above `rows`."""
     power = 1 << rows.bit_length() - 1
     return power + power // 2 if rows >= power + power // 2 else power
 
 
 class Probe:
-    """When to try once more what does not seem to pay: costs that were measured in a bad moment would stand.
+    """The schedule by which a choice that does not seem to pay is tried again: its costs may have been disturbed.
 
-    After 32 passes without it, then 64, 128, ...: where it never pays, it soon costs nothing.
+    It is tried after 32 passes without it, then after 64, 128, ..., so that a choice that never pays costs little.
 
     Args:
         first: passes before the first trial.
@@ -129,15 +129,15 @@ class Probe:
 
     @property
     def due(self) -> bool:
-        """Whether to try."""
+        """True when it is to be tried."""
         return self._passes >= self._after
 
     def missed(self) -> None:
-        """A pass went by without it."""
+        """Note a pass without it."""
         self._passes += 1
 
     def seen(self) -> None:
-        """It was done: as a trial, or because it pays."""
+        """Note a pass with it, as a trial or because it pays."""
         self._after = 2 * self._after if self.due else self._first
         self._passes = 0
 
@@ -147,14 +147,14 @@ class CostModel:
 
     Args:
         num_seqs: requests that run.
-        alike: of a load with other numbers of requests; what it says of steps is taken over.
+        alike: the model of a load with another number of requests; its step times are taken over.
 
     Attributes:
-        draft: a draft step, by nodes expanded.
-        sharing: how many requests share a draft step: all nodes over those of one.
-        target: a pass of the target, by rows verified.
+        draft: times of a draft step, by nodes expanded.
+        sharing: number of requests that share a draft step: nodes of all over nodes of one.
+        target: times of a target pass, by rows verified.
         per_token: time per token of all answers together.
-        draft_probe, window_probe: when to draft, and to verify, what does not seem to pay.
+        draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
     """
 
     def __init__(self, num_seqs: int = 1, alike: CostModel | None = None) -> None:
@@ -169,25 +169,25 @@ class CostModel:
 
     @property
     def known(self) -> bool:
-        """Whether steps of both sides were measured."""
+        """True when steps of draft and target were measured."""
         return bool(self.draft.at(1) and self.target.at(1))
 
     def draft_share(self, nodes: int) -> float:
-        """Seconds of a draft step that expands `nodes` nodes for one request, which shares it with others."""
+        """Return one request's share, in seconds, of a draft step that expands `nodes` nodes for it."""
         return self.draft.at(round(self.sharing.value * nodes)) / self.sharing.value
 
     def pays(self, tokens: float, seconds: float) -> bool:
-        """Whether `tokens` more tokens are worth so much time."""
+        """Return whether `tokens` more tokens are worth so many seconds."""
         return tokens * self.per_token.value > seconds
 
     def widths(self, chances: Sequence[Sequence[float]]) -> list[int]:
-        """How many candidates of each request to verify: one adds its chance in tokens, and its row in time.
+        """Return how many candidates of each request to verify: each adds its chance in tokens, and its row in time.
 
         Args:
-            chances: by request, of its candidates, likeliest first.
+            chances: [requests] chances of the candidates, likeliest first.
         """
         fewest, price = self.target.at(len(chances)), self.per_token.value
-        order = sorted((-chance, request) for request, of_it in enumerate(chances) for chance in of_it)
+        order = sorted((-chance, request) for request, row in enumerate(chances) for chance in row)
         tokens, best, count = 0.0, 0.0, 0
         for i, (negated, _) in enumerate(order, 1):
             tokens -= negated
@@ -199,7 +199,7 @@ class CostModel:
 
 
 CHANCES = (0.005, 0.015, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99, 1.0)
-"""Stated chances up to each of these are judged together."""
+"""Upper ends of the classes of stated chances; a class is calibrated as one."""
 
 PRIOR_WEIGHT = 20.0
 CHANCE_DECAY = 0.995
@@ -215,7 +215,7 @@ class Calibration:
     which are good enough to choose by (docs/LOG.md, 2026-11-23).
 
     Args:
-        prior: share of what it states that is believed before anything was learnt.
+        prior: share of a stated chance that is trusted before anything was learned.
     """
 
     def __init__(self, prior: float = 1.0) -> None:
@@ -224,11 +224,11 @@ class Calibration:
         self._lower = [math.log(prior)] * len(CHANCES)
 
     def score(self, stated: float) -> float:
-        """The log chance to reckon with, where the drafter states this one."""
+        """Return the log chance to use in place of the stated one."""
         return stated + self._lower[bisect.bisect_left(_SCORES, stated)]
 
     def learn(self, stated: float, *, taken: bool) -> None:
-        """The token after a candidate's parent was committed: the candidate, or not."""
+        """Learn whether a candidate was `taken`, when the token after its parent was committed."""
         about = bisect.bisect_left(_SCORES, stated)
         self._stated[about].add(math.exp(stated))
         self._true[about].add(taken)

@@ -1,8 +1,9 @@
-"""What the core knows of one drafter's view of one request, and how a proposal enters the cache.
+"""The core's view of one drafter and one request, and how a proposal enters the cache.
 
-Each drafter numbers its own nodes. Three fences keep a late, lost, repeated or malformed proposal from putting a
-candidate under a prefix that it was not drafted from: the incarnation (an earlier life of the drafter or of the
-request), the epoch (an earlier tree of the drafter) and the numbering (what was lost or seen already).
+Each drafter numbers its own nodes. Three fences keep a late, lost or repeated proposal from putting a candidate under a
+prefix that it was not drafted from: the incarnation (an earlier life of the drafter or of the request), the epoch (an
+earlier tree of the drafter) and the numbering (nodes that were lost, or seen already). Malformed proposals do not get
+here: `is_valid` is checked where a drafter's own code returns them.
 """
 
 from __future__ import annotations
@@ -20,54 +21,54 @@ MAX_NUMBER = 65_536
 """Nodes that a drafter may number in one epoch."""
 
 MAX_SECONDS = 3600.0
-"""The longest time of one draft step that is believed."""
+"""Longest time of one draft step that a proposal may report."""
 
-
-Judge: TypeAlias = Callable[[float], tuple[float, float]]
+Trust: TypeAlias = Callable[[float], tuple[float, float]]
+"""The log chances to use in place of a stated one: see `core.policy.Policy.trust`."""
 
 
 @dataclass(slots=True)
-class SourceState:
-    """One drafter, one request.
+class DrafterState:
+    """One drafter's work for one request.
 
     Attributes:
-        incarnation: of the `Begin` in force; proposals of any other are stale.
-        epoch: of the drafter's numbering; older proposals are dropped.
-        nodes: tree node of each of the drafter's own nodes; `candidates.DEAD` where its branch is gone.
-        known: tree nodes that this drafter has published.
+        incarnation: number of the `Begin` in force; proposals with another number are stale.
+        epoch: epoch of the drafter's numbering; proposals of older epochs are dropped.
+        nodes: [drafter's nodes] tree node of each; `candidates.DEAD` where its branch is gone.
+        published: tree nodes that this drafter has published.
         expanded: tree nodes whose children it has published.
-        deepest: of the tree nodes that this drafter has published; another one when it is dead.
+        deepest: the deepest of `published`; looked up anew when it is dead.
         applied_len: output tokens that the drafter is known to have applied.
-        credits: steps granted and not yet answered.
-        exhausted: its last step added nothing; it is not asked again before the next correction.
+        granted: steps granted and not yet answered.
+        exhausted: whether its last step added nothing; it gets no more steps before the next correction.
     """
 
     incarnation: int = 0
     epoch: int = -1
     nodes: list[int] = field(default_factory=list)
-    known: set[int] = field(default_factory=set)
+    published: set[int] = field(default_factory=set)
     expanded: set[int] = field(default_factory=set)
     deepest: int = 0
     applied_len: int = 0
-    credits: int = 0
+    granted: int = 0
     exhausted: bool = False
 
-    def copy(self) -> SourceState:
-        """An independent copy."""
-        return replace(self, nodes=self.nodes.copy(), known=self.known.copy(), expanded=self.expanded.copy())
+    def copy(self) -> DrafterState:
+        """Return an independent copy."""
+        return replace(self, nodes=self.nodes.copy(), published=self.published.copy(), expanded=self.expanded.copy())
 
     def admit(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
-        """Takes note of the numbers of a proposal's nodes, all of them `DEAD` until `enter`.
+        """Register the numbers of a proposal's nodes, which stay `DEAD` until `enter`.
 
         Args:
-            proposal: of this drafter.
-            tree: of the request.
+            proposal: a valid one of this drafter.
+            tree: the request's candidates.
             vocab_size: token ids at and above it are refused.
 
         Returns:
-            Whether it is neither stale nor senseless; else nothing was done.
+            Whether it passed the fences; if not, nothing has changed.
         """
-        if not self._admits(proposal, tree, vocab_size):
+        if not self._passes_fences(proposal, tree, vocab_size):
             return False
         if proposal.epoch > self.epoch:
             self.epoch, self.nodes = proposal.epoch, []
@@ -77,82 +78,84 @@ class SourceState:
         self.applied_len = max(self.applied_len, proposal.applied_len)
         return True
 
+    def _passes_fences(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
+        if proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
+            return False
+        if proposal.epoch == self.epoch and proposal.first < len(self.nodes):
+            return False  # repeated
+        return proposal.applied_len < len(tree.path) and _within(proposal.token_ids, vocab_size)
+
     def enter(
         self,
         proposal: Proposal,
         tree: CandidateTree,
         max_nodes: int,
-        judge: Judge | None = None,
+        trust: Trust | None = None,
         *,
-        knows: bool = False,
+        from_model: bool = False,
     ) -> int:
-        """Enters the nodes of a proposal that was admitted in this epoch into the cache.
+        """Enter the nodes of a proposal that was admitted in this epoch into the cache.
 
         Args:
-            proposal: of this drafter.
-            tree: of the request.
-            max_nodes: candidates that the tree may hold.
-            judge: the log chances to reckon with, by the one that is stated; see `CandidateTree.insert`.
-            knows: see there, too.
+            proposal: one of this drafter.
+            tree: the request's candidates.
+            max_nodes: candidates that the tree may hold; a drafter without a model may fill half of it.
+            trust: see `CandidateTree.insert`; None takes chances as they are stated.
+            from_model: whether the scores are a language model's.
 
         Returns:
-            How many were dropped because their branch is dead or the tree full.
+            How many nodes were dropped because their branch is dead or the tree is full.
         """
         nodes, number = self.nodes, proposal.first
-        bound = len(tree.path) + (max_nodes if knows else max_nodes // 2)  # there is always room for who knows
+        bound = len(tree.path) + (max_nodes if from_model else max_nodes // 2)
         for parent, token, stated in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
             if len(tree) < bound:
-                judged = None if judge is None else judge(stated)
-                nodes[number] = tree.insert(nodes[parent], token, stated, proposal.source, judged=judged, knows=knows)
+                logps = (stated, stated) if trust is None else trust(stated)
+                nodes[number] = tree.insert(nodes[parent], token, stated, proposal.source, logps, from_model=from_model)
             number += 1
         expanded = [nodes[number] for number in proposal.expanded if nodes[number] != DEAD]
         self.expanded.update(expanded)
-        if knows:
-            tree.look(expanded)
+        if from_model:
+            tree.mark_expanded(expanded)
         entered = [node for node in nodes[proposal.first : number] if node != DEAD]
         self.deepest = max((self._deepest(tree), *entered), key=tree.depth)
-        self.known.update(entered)
+        self.published.update(entered)
         return number - proposal.first - len(entered)
 
     def lead(self, tree: CandidateTree) -> int:
-        """Depth of this drafter's deepest candidate below the root."""
+        """Return the depth of this drafter's deepest candidate below the root."""
         self.deepest = self._deepest(tree)
         return tree.depth(self.deepest)
 
     def _deepest(self, tree: CandidateTree) -> int:
         if tree.is_alive(self.deepest):
             return self.deepest
-        return max(self.known.intersection(tree.living()), key=tree.depth, default=tree.root)
-
-    def _admits(self, proposal: Proposal, tree: CandidateTree, vocab_size: int) -> bool:
-        if not makes_sense(proposal) or proposal.incarnation != self.incarnation or proposal.epoch < self.epoch:
-            return False
-        if proposal.epoch == self.epoch and proposal.first < len(self.nodes):
-            return False  # repeated
-        return proposal.applied_len < len(tree.path) and _within(proposal.token_ids, vocab_size)
+        return max(self.published.intersection(tree.living()), key=tree.depth, default=tree.root)
 
     def renumber(self, new: Mapping[int, int]) -> None:
-        """Follows a sweep of the tree; what was swept out is dead."""
+        """Follow a sweep of the tree; nodes that were swept out are dead."""
         self.nodes = [new.get(node, DEAD) for node in self.nodes]
-        self.known = {new[node] for node in self.known if node in new}
+        self.published = {new[node] for node in self.published if node in new}
         self.expanded = {new[node] for node in self.expanded if node in new}
         self.deepest = new.get(self.deepest, 0)
 
 
 def _within(numbers: Sequence[int], bound: int) -> bool:
-    """Whether all of them lie in [0, bound)."""
+    """Return whether all of them lie in [0, bound)."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < bound)
 
 
-def makes_sense(proposal: Proposal) -> bool:
-    """Whether it says what a proposal may say, whatever was said before and whoever is asked."""
-    if not well_typed(proposal):
+def is_valid(proposal: Proposal) -> bool:
+    """Return whether a proposal is well formed, whatever was proposed before it.
+
+    Called where code of a drafter, which may be a plug-in, returns proposals; nowhere else.
+    """
+    if not _is_well_typed(proposal):
         return False
     count, first = len(proposal.token_ids), proposal.first
     return (
         all(0.0 <= seconds <= MAX_SECONDS for seconds in (proposal.elapsed, proposal.reading))
         and 0 <= proposal.forwarded <= proposal.together <= MAX_NUMBER
-        and 1 <= proposal.steps <= MAX_NUMBER
         and 1 <= proposal.layers <= MAX_NUMBER
         and first > 0
         and first + count <= MAX_NUMBER
@@ -168,13 +171,13 @@ def makes_sense(proposal: Proposal) -> bool:
     )
 
 
-def well_typed(proposal: Proposal) -> bool:
-    """Whether numbers of nodes, tokens and steps are integers, chances and times real numbers, and all else as it says.
+def _is_well_typed(proposal: Proposal) -> bool:
+    """Return whether nodes, tokens and counts are integers, chances and times real numbers, and sequences tuples.
 
-    Tuples, because who keeps a list may change it after it was looked at.
+    A list is refused: its owner may change it after this check.
     """
     p = proposal
-    single = (p.request_id, p.epoch, p.root, p.applied_len, p.first, p.forwarded, p.together, p.layers, p.steps)
+    single = (p.request_id, p.epoch, p.root, p.applied_len, p.first, p.forwarded, p.together, p.layers)
     many = (p.parents, p.token_ids, p.scores, p.expanded)
     if {*map(type, many)} != {tuple} or type(p.source) is not str:
         return False

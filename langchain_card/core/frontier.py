@@ -1,4 +1,4 @@
-"""The frontier of a drafter: where it would look next, and what others propose there already."""
+"""The frontier of a drafter: the nodes that it would expand next, and what other drafters propose below them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from langchain_card.core.candidates import CandidateTree
 
 
 class Frontier(NamedTuple):
-    """Where a drafter would look next.
+    """The nodes that a drafter would expand next.
 
     Attributes:
-        chances: for each node that the target's tokens lead there, and on to no known child.
-        reach: that they lead to the likeliest of them.
-        others: chances of what others propose below it.
+        chances: [nodes] chance that the answer passes through the node and continues with none of its known children.
+        reach: chance that the answer passes through the best of them.
+        others: chances of the candidates that other drafters propose below the best of them.
     """
 
     chances: Sequence[float]
@@ -26,33 +26,33 @@ class Frontier(NamedTuple):
 
 def frontier(
     tree: CandidateTree,
-    known: AbstractSet[int],
+    published: AbstractSet[int],
     expanded: AbstractSet[int],
     budget: int,
     width: int = 1,
     min_chance: float = 0.0,
 ) -> Frontier:
-    """Where a drafter would look next: the root, or the likeliest nodes that it knows, outside `expanded`.
+    """Return the nodes that a drafter would expand next: the root, or the best of its own, outside `expanded`.
 
     Args:
-        tree: of the request.
-        known: nodes that it has published.
-        expanded: nodes under which it has looked.
+        tree: the request's candidates.
+        published: nodes that the drafter has published.
+        expanded: nodes whose children it has published.
         budget: only the root and the best subtree of so many nodes are searched.
         width: nodes at most.
-        min_chance: chance of being reached at least.
+        min_chance: nodes that the answer reaches with a smaller chance are left out.
     """
     nodes, chances = tree.best_subtree(budget)
     reached = {tree.root: 1.0, **dict(zip(nodes, chances))}  # noqa: B905
     likely = itertools.takewhile(lambda at: at[1] >= min_chance, reached.items())
-    looks = (at for at in likely if at[0] not in expanded and (at[0] in known or at[0] == tree.root))
-    found = [*itertools.islice(looks, width)]
-    if not found:
+    open_ = (at for at in likely if at[0] not in expanded and (at[0] in published or at[0] == tree.root))
+    chosen = [*itertools.islice(open_, width)]
+    if not chosen:
         return Frontier([])
-    first, reach = found[0]
+    first, reach = chosen[0]
     below, others = {first}, list[float]()
     for node in nodes:
         if tree.parents[node] in below:
             below.add(node)
             others.append(reached[node])
-    return Frontier([chance * max(0.0, 1.0 - tree.covered(node)) for node, chance in found], reach, others)
+    return Frontier([chance * max(0.0, 1.0 - tree.covered(node)) for node, chance in chosen], reach, others)

@@ -1,7 +1,7 @@
-"""Everything that enters and leaves the core. Host numbers only: no tensor ever crosses between workers.
+"""Everything that enters and leaves the core: plain Python values, for no tensor ever crosses between workers.
 
-Drafters send `Proposal`s and the target sends `Verdict`s; they reach `Coordinator.handle` inside events. What the
-coordinator wants done comes back as effects.
+Drafters send `Proposal`s and the target sends `Verdict`s; they reach `Coordinator.handle` inside events. The
+coordinator answers with effects.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ class Proposal:
     """New candidates of one drafter.
 
     A drafter numbers its nodes from 0 within an epoch, and raises its epoch when the committed tokens leave its tree.
-    Every proposal says which node stands for the last token applied, so that a lost one costs its own nodes only.
+    Every proposal names the node of the last token applied, so that a lost proposal costs no more than its own nodes.
 
     Attributes:
-        source, request_id: name of the drafter; whose candidates.
-        epoch: of the numbering.
-        root: number of the node that stands for the last token applied.
+        source, request_id: name of the drafter; the request that the candidates are for.
+        epoch: epoch of the numbering.
+        root: number of the node of the last token applied.
         applied_len: output tokens applied.
-        first: number of the first node here.
+        first: number of the first node in this proposal.
         parents, token_ids: [n] number of each node's parent, smaller than its own; its token.
         scores: [n] log of the estimated chance that the target picks the token after its parent.
-        expanded: numbers of the nodes whose children are now all published, some perhaps once more.
-        forwarded, together: nodes that the step expanded, here and for all its requests; 0 without device time.
-        layers: of them that hang below each other, at most.
-        elapsed, reading: seconds of the step, of a common one this request's share; of reading the text before it.
-        steps: credits that this answers.
-        incarnation: of the `Begin` that this answers; the worker fills it in.
+        expanded: numbers of the nodes whose children are now all published; a number may come again.
+        forwarded, together: nodes that the step expanded, for this request and for all; 0 without device time.
+        layers: how many of these nodes hang below each other, at most.
+        elapsed, reading: seconds of the step (this request's share of it), and of reading the text before it.
+        incarnation: number of the `Begin` in force; the worker fills it in.
     """
 
     source: str
@@ -57,21 +56,20 @@ class Proposal:
     layers: int = 1
     elapsed: float = 0.0
     reading: float = 0.0
-    steps: int = 1
     incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the target verifies in one pass.
+    """The rows of one request that the target verifies in one pass.
 
     Attributes:
-        request_id, step_id: of the sequence; unique per verification, and a verdict must carry it.
+        request_id, step_id: the request; a number that is unique per verification, and that the verdict repeats.
         start_position: committed positions before the first row.
         token_ids: [rows]; the first is the last committed token, the others are candidates.
         parents: [rows]; row index of the parent, `ROOT` for the first.
         kept_rows: rows of the previous window that were committed, in order.
-        schedule: of the request, in force.
+        schedule: the request's schedule in force.
         sources: [candidates] the drafter that proposed each one first.
     """
 
@@ -87,7 +85,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of the token that the target chose, and of the likeliest ones, best first: log-softmax of its raw logits."""
+    """Log-probability of the chosen token, and of the likeliest tokens, best first: log-softmax of the raw logits."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -98,15 +96,15 @@ class Verdict:
     """The target's own token after each row of a window.
 
     Attributes:
-        request_id, step_id: of the window.
+        request_id, step_id: those of the window.
         target_ids: [rows].
-        elapsed: seconds of the pass; of one for several requests, this one's share.
+        elapsed: seconds of the pass; this request's share when it verified several.
         logprobs: [rows] of the target's tokens; empty when the request wants none.
         read: prompt tokens, of any requests, that the same pass read.
-        cached: tokens of this one's text that need not be read, known from an earlier one; said once.
+        cached: tokens of this request's prompt that were known from an earlier one; reported once.
         together: requests that the pass verified.
-        measured: [rows] by the acceptance rule, 0 where it had nothing to ask; empty where it measures nothing.
-        closed: whether a token on the way of the walk was not the model's choice, but that of an end written in time.
+        measured: [rows] what the acceptance rule measures, 0 at rows without a question; empty if it measures nothing.
+        closed: whether an end of the grammar, written in time for `max_tokens`, replaced a choice of the model.
     """
 
     request_id: int
@@ -121,12 +119,12 @@ class Verdict:
     measured: tuple[float, ...] = ()
 
 
-# Events: what happened.
+# Events.
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request arrived, perhaps with the beginning of its answer: another engine had written that when it died."""
+    """A request arrived, perhaps with the beginning of its answer, written by an engine that has died since."""
 
     request: Request
     now: float
@@ -143,7 +141,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class TargetReady:
-    """The target is free and queries the cache."""
+    """The target is free: it queries the cache."""
 
     now: float
 
@@ -158,7 +156,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The consumer wants no more than the first `num_tokens` tokens (None: those so far): a stop string, or it left."""
+    """The consumer wants only the first `num_tokens` tokens (None: those so far): a stop string, or it has left."""
 
     request_id: int
     reason: FinishReason
@@ -168,7 +166,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The consumer reads too slowly, so that no window is opened; or it reads again."""
+    """The consumer reads too slowly, so that no window is opened; or, with `paused=False`, it reads again."""
 
     request_id: int
     paused: bool
@@ -177,7 +175,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarted:
-    """A worker is there, with nothing in its memory: at first, or after a death."""
+    """A worker is up, with nothing in its memory: at first, or after a death."""
 
     worker: str
     now: float
@@ -185,7 +183,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A worker is gone with all that it held. What it had sent may still arrive."""
+    """A worker died with all that it held. Messages that it had sent may still arrive."""
 
     worker: str
     now: float
@@ -194,7 +192,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A worker could not take a step for these requests (the target: for all that it verifies); it lives."""
+    """A worker had no memory for a step over these requests (the target: over all that it verifies); it is still up."""
 
     worker: str
     request_ids: tuple[int, ...]
@@ -203,7 +201,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """What was submitted is finished; nothing more is taken."""
+    """Submitted requests are finished; no more are accepted."""
 
     now: float
 
@@ -214,17 +212,17 @@ Event: TypeAlias = (
 )  # fmt: skip
 
 
-# Effects: what is to be done, in order.
+# Effects, to be carried out in order.
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To a worker: a request starts, or goes on after it was put back or the worker had died.
+    """To a worker: a request starts, or goes on after it was put back or after the worker died.
 
     Attributes:
-        schedule: in force for the request.
+        schedule: the request's schedule in force.
         output_ids: tokens of the answer so far.
-        incarnation: raised at every start; proposals carry it, so that those of an earlier one are known as stale.
+        incarnation: raised at every start; proposals carry it, so that those of an earlier start are known to be stale.
     """
 
     worker: str
@@ -235,13 +233,13 @@ class Begin:
 
     @property
     def request_id(self) -> int:
-        """As the other commands have it."""
+        """The request's id, under the name that the other commands use."""
         return self.request.request_id
 
 
 @dataclass(frozen=True, slots=True)
 class Correct:
-    """To a drafter: the output tokens from `start` on. Cumulative, so a lost or repeated one does no harm."""
+    """To a drafter: the output tokens from `start` on. Cumulative: a lost or repeated correction does no harm."""
 
     worker: str
     request_id: int
@@ -251,7 +249,7 @@ class Correct:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """To a drafter: these steps and no more may be taken since the last correction.
+    """To a drafter: it may take these steps, in addition to those granted since the last correction.
 
     Attributes:
         widths: [steps] nodes that each step may expand.
@@ -266,7 +264,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """To a worker: the request holds nothing from now on."""
+    """To a worker: free everything that the request holds."""
 
     worker: str
     request_id: int
@@ -274,7 +272,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """To the supervisor: start this worker again, not before `at`; answered by `WorkerStarted`."""
+    """To the driver: start this worker again, not before `at`; answered by `WorkerStarted`."""
 
     worker: str
     at: float
@@ -282,9 +280,9 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """To the target: one pass over these windows and those that it has not answered yet.
+    """To the target: one pass over these windows and over those that it has not answered yet.
 
-    Answered by `Verified`, for windows whose text has been read; by `OutOfMemory` or `WorkerDied` for all of them.
+    Answered by a `Verified` for each window whose prompt has been read, or by `OutOfMemory` or `WorkerDied` for all.
     """
 
     windows: tuple[Window, ...]
@@ -292,16 +290,16 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to verify before `until` (infinity: before another event), unless an event comes first."""
+    """To the target: there is nothing to verify before `until`, unless an event comes first; infinity waits for one."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """To the consumer: committed tokens; for each the drafter that proposed it, or "", and what `logprobs` asked.
+    """To the consumer: committed tokens; for each, the drafter that proposed it, or "", and its log-probabilities.
 
-    `hit` says whether the last one, which the target alone has chosen, is in the cache already.
+    `hit` is True when the last token, which is the target's own choice, was in the cache already.
     """
 
     request_id: int
@@ -313,7 +311,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """To the consumer: the request ended; `error` says why when the reason is `FinishReason.ERROR`."""
+    """To the consumer: the request ended; `error` explains `FinishReason.ERROR`."""
 
     request_id: int
     reason: FinishReason

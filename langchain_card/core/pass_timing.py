@@ -1,4 +1,4 @@
-"""Passes of the target over several requests, put together from their verdicts: what the policy learns from."""
+"""Target passes over several requests, put together from their verdicts, for the policy to learn from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from langchain_card.core.policy import Load, Policy
 
 
 class Passes:
-    """One pass after another.
+    """The target's passes, one after another.
 
     Args:
-        policy: told of each.
+        policy: observes each pass.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -24,9 +24,10 @@ class Passes:
         self._last_end: float | None = None
 
     def begin(self, windows: Sequence[Window], load: Load | None) -> None:
-        """A pass over `windows`; of one under several schedules, which is no single load, nothing is learnt.
+        """Begin a pass over `windows`.
 
-        Nor is anything of a pass before it of which a verdict was lost.
+        Nothing is learned from a pass under several schedules (`load=None`: it is no single load), nor from an earlier
+        pass that lost a verdict.
         """
         if self._open:
             self.interrupt()
@@ -36,11 +37,14 @@ class Passes:
         self._tokens, self._elapsed = 0, 0.0
 
     def interrupt(self) -> None:
-        """Something that is no decoding lies between the last pass and the end of the next: idleness."""
+        """Note that idle time, or work that is no decoding, lies between the last pass and the next one."""
         self._last_end = None
 
     def add(self, verdict: Verdict, tokens: int, now: float) -> None:
-        """One verdict committed `tokens` tokens; the last one ends the pass. One that read a text teaches nothing."""
+        """Add a verdict that committed `tokens` tokens. The last one ends the pass.
+
+        A pass that also read a prompt is not observed.
+        """
         if verdict.step_id not in self._open:
             return
         self._open.discard(verdict.step_id)
@@ -49,5 +53,5 @@ class Passes:
             return
         if self._load is not None and not verdict.read:
             since_last = None if self._last_end is None else now - self._last_end
-            self._policy.saw_pass(self._load, self._requests, self._rows, self._tokens, self._elapsed, since_last)
+            self._policy.observe_pass(self._load, self._requests, self._rows, self._tokens, self._elapsed, since_last)
         self._last_end = now

@@ -1,4 +1,7 @@
-"""What the coordinator asks before it decides, and what it tells of what happened: the seam of `Controller`."""
+"""The seam of the controller: decisions that depend on measurements, and the observations that they are made from.
+
+Times are in seconds, chances between 0 and 1, scores are log chances.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from langchain_card.core.frontier import Frontier
 
 
 class Load(NamedTuple):
-    """What runs: costs are learnt apart for each."""
+    """The work that runs at once. Costs are learned separately for each load."""
 
     schedule: Schedule
     num_seqs: int = 1
 
 
-class Leave(NamedTuple):
-    """Draft steps that may be taken.
+class DraftGrant(NamedTuple):
+    """Draft steps that a drafter may take.
 
     Attributes:
-        widths: [steps] nodes that each expands at most.
-        min_chance: of being reached, below which a node is not expanded.
+        widths: [steps] nodes that each step expands at most.
+        min_chance: nodes that the target reaches with a smaller chance are not expanded.
     """
 
     widths: tuple[int, ...] = ()
@@ -29,67 +32,67 @@ class Leave(NamedTuple):
 
 
 class Policy(Protocol):
-    """What the coordinator asks before it decides, and what it tells of what happened. Times in seconds."""
+    """Decides what the coordinator cannot know without measurements, and learns from every pass and draft step."""
 
     def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
-        """The schedule that "auto" stands for, asked once before each round; it may count what it is asked.
+        """Choose the schedule that "auto" stands for. Called once before each round; calls may be counted.
 
         Args:
             num_seqs: requests that run.
-            current: what it stands for so far; None where all of them are about to begin.
+            current: the schedule in force; None when all of the requests are about to begin.
         """
 
-    def leave(self, load: Load, *, hit: bool) -> Leave:
-        """Under `parallel` the draft steps that come with a correction; under `sequential` one, granted when it pays.
+    def grant(self, load: Load, *, hit: bool) -> DraftGrant:
+        """Return the draft steps to grant: under `parallel` those of a whole correction, under `sequential` one.
 
         Args:
-            load: what runs.
+            load: the load that runs.
             hit: whether the last committed token was in the cache.
         """
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
-        """Whether a round should have one more draft step before it verifies.
+        """Return whether a round should take one more draft step before it verifies.
 
         Args:
-            load: what runs.
-            frontier: where the draft would look.
-            lead: depth of its candidates.
+            load: the load that runs.
+            frontier: the nodes that the draft would expand next.
+            lead: depth of the draft's candidates.
         """
 
     def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
-        """How many candidates of each request to verify, of those with these chances, likeliest first."""
+        """Return how many candidates of each request to verify. `chances` are those of its candidates, best first."""
 
     def patience(self, load: Load) -> float:
-        """How long a round may wait for its draft."""
+        """Return how long a round may wait for its draft."""
 
-    def saw_pass(
+    def observe_pass(
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
-        """The target verified `rows` rows in all and `tokens` tokens came of them.
+        """Learn from a target pass.
 
         Args:
-            load: what ran.
-            requests: in this pass; others may wait.
-            rows: of all requests.
-            tokens: of all requests.
+            load: the load that ran.
+            requests: requests in this pass; others may wait.
+            rows: rows of all requests.
+            tokens: tokens that were committed, of all requests.
             elapsed: seconds of the pass.
-            since_last: from the end of the pass before to the end of this one; None when something else came between.
+            since_last: from the end of the pass before to the end of this one; None when other work came between.
         """
 
-    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
-        """A draft expanded `nodes` nodes of one request, in `elapsed` seconds: its share of a step over `together`.
+    def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
+        """Learn from a draft step that expanded `nodes` nodes of one request, `layers` of them below each other.
 
-        So many `layers` of them hang below each other.
+        `elapsed` is the request's share of a step that expanded `together` nodes of all requests.
         """
 
-    def judge(self, source: str, stated: float) -> tuple[float, float]:
-        """The log chance to reckon with, where a drafter states this one; and that where it is doubted.
+    def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
+        """Return the log chance to use in place of the one that a drafter states, and the one to use while unlisted.
 
-        Doubted is what a drafter with a model has not listed where it has looked.
+        A candidate is unlisted when a model has expanded its parent and did not list it among the children.
         """
 
-    def saw_candidate(self, source: str, stated: float, *, taken: bool, doubted: bool) -> None:
-        """A token was committed after this candidate's parent: the candidate, or not."""
+    def observe_candidate(self, source: str, stated_logp: float, *, taken: bool, unlisted: bool) -> None:
+        """Learn whether a candidate was `taken`, when a token was committed after the candidate's parent."""
 
-    def saw_token(self, *, hit: bool, first: bool) -> None:
-        """A token was committed where a drafter had looked; `hit` if it was in the cache, `first` the likeliest."""
+    def observe_token(self, *, hit: bool, first: bool) -> None:
+        """Learn from a token committed after an expanded node: whether it was cached, and whether it was the best."""

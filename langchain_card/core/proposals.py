@@ -1,7 +1,7 @@
 """The intake: how proposals enter the cache.
 
-What comes while a window is in flight waits for its verdict. Most of it hangs, by then, under branches that the target
-did not take, and what is dead is never entered.
+Proposals that arrive while a window is in flight wait for its verdict. Most of them then hang under branches that the
+target did not take, and never enter the cache.
 """
 
 from __future__ import annotations
@@ -10,71 +10,73 @@ import functools
 from collections.abc import Mapping
 
 from langchain_card.config import Limits
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.messages import Proposal
 from langchain_card.core.pass_timing import Passes
 from langchain_card.core.policy import Load, Policy
-from langchain_card.core.query import Source
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.state import RequestState
 
 
 class Intake:
-    """Takes in what drafters say.
+    """Receives the drafters' proposals.
 
     Args:
-        sources: the drafters, by name.
+        drafters: their traits, by name.
         limits: bounds.
-        policy: told of draft steps.
-        passes: told of reading.
+        policy: observes draft steps.
+        passes: interrupted when a drafter had to read text.
         vocab_size: token ids at and above it are refused.
     """
 
     def __init__(
-        self, sources: Mapping[str, Source], limits: Limits, policy: Policy, passes: Passes, vocab_size: int
+        self, drafters: Mapping[str, DrafterTraits], limits: Limits, policy: Policy, passes: Passes, vocab_size: int
     ) -> None:
-        self.sources = sources
+        self.drafters = drafters
         self.limits = limits
         self.policy = policy
         self.passes = passes
         self.vocab_size = vocab_size
 
-    def hear(self, state: RequestState, source: SourceState, proposal: Proposal, load: Load, now: float) -> bool:
-        """A drafter has spoken, at `now`; whether that was neither stale nor senseless."""
-        if any(other.source == proposal.source and other.epoch != proposal.epoch for other in state.heard):
-            self.take_in(state)  # while its numbers still hold
-        admitted = source.admit(proposal, state.tree, self.vocab_size)
-        if self.is_current(source, proposal) and proposal.applied_len == len(state.output_ids):
-            # Else it answers leave that a correction has taken back.
-            source.credits = max(0, source.credits - (proposal.steps if admitted else 0))
-            source.exhausted = not admitted or not proposal.token_ids
+    def receive(self, state: RequestState, drafter: DrafterState, proposal: Proposal, load: Load, now: float) -> bool:
+        """Take a proposal that arrived at `now`; return False when it is stale or breaks a fence."""
+        if any(other.source == proposal.source and other.epoch != proposal.epoch for other in state.pending):
+            self.absorb(state)  # while its numbers still hold
+        admitted = drafter.admit(proposal, state.tree, self.vocab_size)
+        if self.is_current(drafter, proposal) and proposal.applied_len == len(state.output_ids):
+            # Else it answers a grant that a correction has taken back.
+            drafter.granted = max(0, drafter.granted - admitted)
+            drafter.exhausted = not admitted or not proposal.token_ids
             if state.schedule == "parallel":
                 state.wait_until = None  # the draft moves: whether to wait on is a new question
         if proposal.reading:
             self.passes.interrupt()
-        if admitted and proposal.forwarded and self.sources[proposal.source].paced:
+        if admitted and proposal.forwarded and self.drafters[proposal.source].paced:
             since = max(0.0, now - state.stats.first_token) if state.output_ids else 0.0
             state.stats.add_draft_step(proposal.forwarded, min(proposal.elapsed, since))
-            self.policy.saw_draft_step(load, proposal.forwarded, proposal.together, proposal.elapsed, proposal.layers)
+            self.policy.observe_draft_step(
+                load, proposal.forwarded, proposal.together, proposal.elapsed, proposal.layers
+            )
         if admitted:
-            state.heard.append(proposal)
-            if state.window is None or len(state.heard) > self.limits.max_lead:
-                self.take_in(state)
+            state.pending.append(proposal)
+            if state.window is None or len(state.pending) > self.limits.max_lead:
+                self.absorb(state)
         return admitted
 
-    def take_in(self, state: RequestState) -> None:
-        """Enters what was heard into the cache."""
-        heard, state.heard = state.heard, []
-        for proposal in heard:
-            source = state.sources.get(proposal.source)
-            if source is not None and self.is_current(source, proposal):  # else it was lost since
-                self.enter(state, source, proposal)
+    def absorb(self, state: RequestState) -> None:
+        """Enter the pending proposals into the cache."""
+        pending, state.pending = state.pending, []
+        for proposal in pending:
+            drafter = state.drafters.get(proposal.source)
+            if drafter is not None and self.is_current(drafter, proposal):  # else the drafter died since
+                self.enter(state, drafter, proposal)
 
-    def is_current(self, source: SourceState, proposal: Proposal) -> bool:
-        """Whether a proposal is from the drafter's present life."""
-        return source.incarnation == proposal.incarnation
+    def is_current(self, drafter: DrafterState, proposal: Proposal) -> bool:
+        """Return whether a proposal answers the `Begin` that is in force."""
+        return drafter.incarnation == proposal.incarnation
 
-    def enter(self, state: RequestState, source: SourceState, proposal: Proposal) -> None:
-        """Enters one proposal."""
-        judge = functools.partial(self.policy.judge, proposal.source)
-        most, knows = 2 * self.limits.max_tree_nodes, self.sources[proposal.source].paced
-        state.stats.dropped += source.enter(proposal, state.tree, most, judge, knows=knows)
+    def enter(self, state: RequestState, drafter: DrafterState, proposal: Proposal) -> None:
+        """Enter one proposal into the cache."""
+        trust = functools.partial(self.policy.trust, proposal.source)
+        max_nodes, from_model = 2 * self.limits.max_tree_nodes, self.drafters[proposal.source].from_model
+        state.stats.dropped += drafter.enter(proposal, state.tree, max_nodes, trust, from_model=from_model)

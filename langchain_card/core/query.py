@@ -1,8 +1,8 @@
-"""The query: what a round verifies, and for which draft steps it waits.
+"""The query: which candidates a round verifies, and which draft steps it waits for.
 
-After a miss the cache is empty. The target may then wait for the draft, but only for a bounded time and only where
-that pays; an empty window is plain decoding. (CARD's authors do not wait. A target much slower than its draft then
-spends a whole step on one token, where a few draft steps would have filled the window.)
+After a miss the cache is empty. The target may then wait for the draft, but only for a bounded time and only where it
+pays; an empty window is plain decoding. (CARD's authors do not wait. A target much slower than its draft then spends a
+whole step on one token, where a few draft steps would have filled the window.)
 """
 
 from __future__ import annotations
@@ -13,44 +13,48 @@ from dataclasses import dataclass
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.frontier import Frontier, frontier
-from langchain_card.core.policy import Leave, Load, Policy
+from langchain_card.core.policy import DraftGrant, Load, Policy
 from langchain_card.core.state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A drafter as the core sees it.
+class DrafterTraits:
+    """The properties of a drafter that the core needs; see `ports.Drafter`.
 
     Attributes:
-        name: unique.
-        paced: its steps cost device time, so that they are weighed before they are granted; others are always asked.
-        of_grammars: it works for requests with a grammar only.
+        name: unique in an engine.
+        paced: whether its steps cost device time; if so, they are granted only where they pay.
+        from_model: whether its scores are a language model's.
+        of_grammars: whether it works for requests with a grammar only.
     """
 
     name: str
     paced: bool
+    from_model: bool = False
     of_grammars: bool = False
 
 
 class Query:
-    """Plans one request's round.
+    """Plans the rounds of requests.
 
     Args:
-        sources: the drafters, by name.
+        drafters: their traits, by name.
         limits: bounds.
-        policy: decides where measurements must.
+        policy: decides what depends on measurements.
         chains: verify no more than one candidate after each row.
     """
 
-    def __init__(self, sources: Mapping[str, Source], limits: Limits, policy: Policy, *, chains: bool = False) -> None:
-        self.sources, self.chains = sources, chains
+    def __init__(
+        self, drafters: Mapping[str, DrafterTraits], limits: Limits, policy: Policy, *, chains: bool = False
+    ) -> None:
+        self.drafters, self.chains = drafters, chains
         self.limits = limits
         self.policy = policy
 
     def draft_first(self, state: RequestState, load: Load, now: float) -> list[m.Effect]:
-        """Sets `wait_until` when the round shall wait for its draft, and grants the steps where none are under way."""
-        paced = [name for name in state.sources if self.sources[name].paced]
-        at_work = any(state.sources[name].credits and not state.sources[name].exhausted for name in paced)
+        """Set `wait_until` if the round shall wait for its draft, and grant steps where none are under way."""
+        paced = [name for name in state.drafters if self.drafters[name].paced]
+        at_work = any(state.drafters[name].granted and not state.drafters[name].exhausted for name in paced)
         if not state.output_ids:
             return []  # the first token never waits
         if state.schedule == "parallel":
@@ -62,35 +66,34 @@ class Query:
             return []
         if at_work:
             return []
-        leave = self.policy.leave(load, hit=True)
-        grants = [grant(state, name, leave) for name in paced if self._pays(state, name, load)]
-        state.wait(now, now + self.policy.patience(load) if grants else None)
-        return [*grants]
+        grant = self.policy.grant(load, hit=True)
+        effects: list[m.Effect] = [grow(state, name, grant) for name in paced if self._pays(state, name, load)]
+        state.wait(now, now + self.policy.patience(load) if effects else None)
+        return effects
 
-    def leave_at_once(self, state: RequestState, name: str, load: Load, *, hit: bool) -> Leave:
-        """The draft steps that come with a correction, up to the largest lead; none where they are granted singly."""
-        if not self.sources[name].paced:
-            leave = Leave((1,))
+    def initial_grant(self, state: RequestState, name: str, load: Load, *, hit: bool) -> DraftGrant:
+        """Return the draft steps that come with a correction; none if each step is weighed on its own."""
+        if not self.drafters[name].paced:
+            grant = DraftGrant((1,))
         elif load.schedule == "parallel":
-            leave = self.policy.leave(load, hit=hit)
+            grant = self.policy.grant(load, hit=hit)
         else:
-            return Leave()
-        return leave._replace(
-            widths=leave.widths[: max(0, self.limits.max_lead - state.sources[name].lead(state.tree))]
-        )
+            return DraftGrant()
+        room = max(0, self.limits.max_lead - state.drafters[name].lead(state.tree))
+        return grant._replace(widths=grant.widths[:room])
 
     def open_windows(
         self, states: Sequence[RequestState], loads: Sequence[Load], step_id: int, now: float
     ) -> list[m.Window]:
-        """For each request the last committed token and the candidates under it that pay."""
-        found = [self._candidates(state) for state in states]
+        """Open a window for each request: its last committed token, and the candidates below it that pay."""
+        candidates = [self._candidates(state) for state in states]
         widths = [0] * len(states)
         for load in set(loads):
             group = [i for i, other in enumerate(loads) if other == load]
-            for i, width in zip(group, self.policy.windows(load, [found[i][1] for i in group]), strict=True):
+            for i, width in zip(group, self.policy.windows(load, [candidates[i][1] for i in group]), strict=True):
                 widths[i] = width
         windows = []
-        for i, (state, (nodes, _), width) in enumerate(zip(states, found, widths, strict=True)):
+        for i, (state, (nodes, _), width) in enumerate(zip(states, candidates, widths, strict=True)):
             state.wait(now, None)
             state.window = self._window(
                 state, nodes[: min(width, self.limits.max_step_rows // loads[i].num_seqs - 1)], step_id + i
@@ -103,7 +106,7 @@ class Query:
         return best(self._budget(state))
 
     def _budget(self, state: RequestState) -> int:
-        return min(self.limits.max_window, state.tokens_left) - 1 if state.sources and not state.failures else 0
+        return min(self.limits.max_window, state.tokens_left) - 1 if state.drafters and not state.failures else 0
 
     def _window(self, state: RequestState, candidates: Sequence[int], step_id: int) -> m.Window:
         nodes = [state.tree.root, *candidates]
@@ -120,21 +123,21 @@ class Query:
         )
 
     def _pays(self, state: RequestState, name: str, load: Load) -> bool:
-        source, budget = state.sources[name], self._budget(state)
-        lead = source.lead(state.tree)
-        if source.exhausted or not budget or lead >= min(self.limits.max_lead, state.tokens_left - 1):
+        drafter, budget = state.drafters[name], self._budget(state)
+        lead = drafter.lead(state.tree)
+        if drafter.exhausted or not budget or lead >= min(self.limits.max_lead, state.tokens_left - 1):
             return False
-        leave = self.policy.leave(load, hit=True)
-        width, least = leave.widths[-1], leave.min_chance
-        at = frontier(state.tree, source.known, source.expanded, budget, width, least)
+        grant = self.policy.grant(load, hit=True)
+        width, least = grant.widths[-1], grant.min_chance
+        at = frontier(state.tree, drafter.published, drafter.expanded, budget, width, least)
         _, verified = self._candidates(state)
-        if len(verified) == budget:  # what comes takes the place of the least likely
+        if len(verified) == budget:  # a new candidate takes the place of the least likely one
             chances = [chance - verified[-1] for chance in at.chances if chance > verified[-1]]
             at = Frontier(chances)
         return bool(at.chances) and self.policy.draft_pays(load, at, lead)
 
 
-def grant(state: RequestState, name: str, leave: Leave) -> m.Grow:
-    """Gives leave for draft steps."""
-    state.sources[name].credits += len(leave.widths)
-    return m.Grow(name, state.request.request_id, leave.widths, leave.min_chance)
+def grow(state: RequestState, name: str, grant: DraftGrant) -> m.Grow:
+    """Grant draft steps to a drafter."""
+    state.drafters[name].granted += len(grant.widths)
+    return m.Grow(name, state.request.request_id, grant.widths, grant.min_chance)

@@ -1,4 +1,4 @@
-"""What a request is, how it is decoded and why it ends, and what is counted of it."""
+"""A request: its prompt, how it is decoded, why it ends, and its statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(str, Enum):
-    """Why a request ended, in the words of LangChain's and OpenAI's `finish_reason`."""
+    """The reason why a request ended, in the terms of LangChain's and OpenAI's `finish_reason`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -25,12 +25,12 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one answer is decoded.
+    """Decoding options of one answer.
 
     Attributes:
-        max_tokens: tokens of the answer at most, the end-of-text token included.
-        temperature: 0 takes the likeliest token; above, tokens are drawn with noise keyed by (seed, position).
-        seed: of that noise; the same seed gives the same answer whatever the schedule and the drafter.
+        max_tokens: most tokens of the answer, the end-of-text token included.
+        temperature: 0 takes the likeliest token; above 0, tokens are drawn with noise keyed by (seed, position).
+        seed: seed of that noise; the same seed gives the same answer whatever the schedule and the drafter.
         stop: strings that end the answer; they are not part of it.
         schedule: `"plain"` (target alone), `"sequential"` (draft, then verify), `"parallel"` (both at once), `"auto"`.
         top_k: only so many of the likeliest tokens are drawn from; 0 for all.
@@ -42,11 +42,11 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the answer (as OpenAI's); 0 for none.
         logit_bias: (token id, what is added to its score).
         banned_ids: token ids that are never chosen.
-        grammar: what the answer must obey, in llguidance's form of Lark; "" for nothing. It is obeyed within
-            `max_tokens`, and its end is written in time.
+        grammar: a grammar that the answer obeys, in llguidance's form of Lark; "" for none. The answer obeys it within
+            `max_tokens`: its end is written in time.
         logprobs: report the chosen token's log-probability and so many of the likeliest tokens'; None for nothing.
-        tenant: whose texts may be drafted from, or their keys and values taken over, and who may do so with this one's;
-            changes nothing but speed under the exact rule.
+        tenant: requests share texts to draft from, and keys and values, with requests of the same tenant only. Under
+            the exact rule it changes the speed alone.
     """
 
     max_tokens: int = 512
@@ -67,7 +67,7 @@ class SamplingParams:
     tenant: str = ""
 
     def check(self, limits: Limits, vocab_size: int = 2**31) -> None:
-        """Raises `InvalidInputError` for the first field that breaks its bound; token ids are below `vocab_size`."""
+        """Raise `InvalidInputError` for the first field that breaks its bound; token ids are below `vocab_size`."""
         check_range("max_tokens", self.max_tokens, 1, limits.max_output_tokens)
         check_range("temperature", self.temperature, 0.0, 10.0, "0 decodes greedily")
         check_range("seed", self.seed, 0, 2**63 - 1)
@@ -112,7 +112,7 @@ class Request:
     Attributes:
         request_id: unique in its engine.
         prompt_ids: token ids, at least one.
-        params: how to decode.
+        params: decoding options.
         eos_ids: token ids that end the answer.
     """
 
@@ -130,25 +130,25 @@ class RequestStats:
     """Counts and times of one request, in seconds of the engine's clock.
 
     Attributes:
-        schedule: the schedule that ran; the last one where `auto` changed it.
+        schedule: the schedule that ran; the last one if `auto` changed it.
         rounds: target passes after the prompt was read.
         together: requests in those passes, added up.
         output_tokens: tokens of the answer.
         verified: candidates that the target checked.
         accepted: candidates that became tokens of the answer.
-        verified_by_source, accepted_by_source: the same by drafter; of a candidate of several, by the first.
-        rescued: of the accepted, those that the target did not choose; 0 where the rule is exact.
-        lossy: whether the rule in force may accept such tokens in this answer, which may then not be the target's own;
-            known from the first round on. False where the rule answers this request exactly.
+        verified_by_source, accepted_by_source: the same by drafter; a candidate counts for its first drafter.
+        rescued: accepted candidates that the target did not choose; 0 under the exact rule.
+        lossy: whether the rule in force may accept such tokens in this answer; known from the first round on. False if
+            the rule answers this request exactly.
         hits: rounds whose last token was already in the cache.
         closed: whether the end of the grammar was written early, because `max_tokens` came near.
         dropped: proposed candidates that arrived under a dead branch or an old epoch.
         target_busy: seconds in target steps after the first token.
         draft_busy: seconds in draft steps after the first token.
-        cached_tokens: tokens of the prompt that need not be read, known from an earlier request.
+        cached_tokens: tokens of the prompt that were not read, because an earlier request had read them.
         draft_steps, draft_nodes: steps of drafts that cost time, and candidates that they expanded.
         waited: seconds that rounds waited for their draft.
-        submitted, started, first_token, ended: times; `ended` is 0 until then.
+        submitted, started, first_token, ended: times; `ended` is 0 until the end.
     """
 
     schedule: str = "plain"
@@ -178,7 +178,7 @@ class RequestStats:
     def add_round(
         self, verdict: Verdict, tokens: int, verified: Sequence[str], accepted: Sequence[str], hit: bool, now: float
     ) -> None:
-        """Counts a window: its verdict, the tokens committed, and the drafters of verified and accepted candidates."""
+        """Count a window: its verdict, the committed tokens, and the drafters of verified and accepted candidates."""
         if self.rounds:
             self.target_busy += verdict.elapsed
         else:
@@ -194,14 +194,14 @@ class RequestStats:
         _count(self.accepted_by_source, accepted)
 
     def add_draft_step(self, nodes: int, elapsed: float) -> None:
-        """Counts a step of a draft that expanded `nodes` candidates."""
+        """Count a draft step that expanded `nodes` candidates."""
         self.draft_steps += 1
         self.draft_nodes += nodes
         self.draft_busy += elapsed
 
     def after(self, earlier: RequestStats) -> RequestStats:
-        """Of an answer that an engine began and another, whose counts these are, went on with."""
-        counts = [one.name for one in fields(self) if one.type in ("int", "float") and one.name not in _TIMES]
+        """Return the sum with the counts of another engine, which began this answer."""
+        counts = [field.name for field in fields(self) if field.type in ("int", "float") and field.name not in _TIMES]
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
         began = {name: getattr(earlier if earlier.rounds else self, name) for name in ("started", "first_token")}
         either = {name: getattr(earlier, name) or getattr(self, name) for name in ("closed", "lossy")}
@@ -211,47 +211,47 @@ class RequestStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens per target pass, the target's own included."""
+        """Tokens per target pass, the target's own token included."""
         return self.output_tokens / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / verified candidates."""
+        """Share of the verified candidates that were accepted."""
         return self.accepted / self.verified if self.verified else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Rounds whose last token was already in the cache / rounds."""
+        """Share of the rounds whose last token was already in the cache."""
         return self.hits / self.rounds if self.rounds else 0.0
 
     @property
     def mean_window(self) -> float:
-        """Rows of a verification, the last committed token included."""
+        """Mean number of rows of a verification, the last committed token included."""
         return 1 + self.verified / self.rounds if self.rounds else 0.0
 
     @property
     def mean_batch_size(self) -> float:
-        """Requests that shared a target pass with it, itself included."""
+        """Mean number of requests in a target pass, this one included."""
         return self.together / self.rounds if self.rounds else 0.0
 
     @property
     def mean_draft_width(self) -> float:
-        """Candidates that a draft step expanded."""
+        """Mean number of candidates that a draft step expanded."""
         return self.draft_nodes / self.draft_steps if self.draft_steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first, by the time after the first token."""
+        """Decoding speed after the first token."""
         seconds = self.ended - self.first_token
         return (self.output_tokens - 1) / seconds if seconds > 0 and self.output_tokens > 1 else 0.0
 
     def seconds(self, now: float) -> float:
-        """From the first token to now; of an answer that has ended, to its end."""
+        """Return the seconds from the first token to the end, or to `now` while the answer is written."""
         return max(0.0, (self.ended or now) - self.first_token)
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the end."""
+        """Seconds from the first token to the end."""
         return max(0.0, self.ended - self.first_token)
 
 

@@ -1,4 +1,4 @@
-"""Which requests run: first come, first served, as many at once as the target's memory holds."""
+"""Admission of requests: first come, first served, as many at once as the target's memory holds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from langchain_card.core.state import RequestState
 
 
 class Scheduler:
-    """Owns the waiting and the running requests; nobody else moves one between them.
+    """The only owner of the waiting and the running requests.
 
     Attributes:
-        waiting: oldest first; what was put back comes first.
+        waiting: oldest first; requests that were put back come first.
         running: states by request id, in order of admission.
-        capacity: requests that may run at once; falls when the target's memory does not suffice, and recovers.
-        ended: requests that ended, in all.
+        capacity: requests that may run at once; lowered when the target runs out of memory, and raised again later.
+        ended: number of requests that have ended.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -27,7 +27,7 @@ class Scheduler:
         self.ended = 0
 
     def copy(self) -> Scheduler:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = Scheduler(self.limits)
         copied.waiting = deque(state.copy() for state in self.waiting)
         copied.running = {request_id: state.copy() for request_id, state in self.running.items()}
@@ -35,7 +35,7 @@ class Scheduler:
         return copied
 
     def admit(self) -> RequestState | None:
-        """Lets the next waiting request run whose consumer reads, if there is one and room for it."""
+        """Let the next waiting request run whose consumer reads; None when there is none, or no room."""
         state = self._next()
         if state is None or len(self.running) >= self.capacity:
             return None
@@ -44,7 +44,7 @@ class Scheduler:
         return state
 
     def in_the_way(self) -> RequestState | None:
-        """A running request whose consumer does not read, while another one waits for its place."""
+        """Return a running request whose consumer does not read while another request waits for its place, or None."""
         if self._next() is None or len(self.running) < self.capacity:
             return None
         return next((state for state in self.running.values() if state.paused and state.window is None), None)
@@ -54,41 +54,41 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more request would have to wait behind `max_queue` others."""
+        """True when one more request would have to wait behind `max_queue` others."""
         return len(self.waiting) >= self.limits.max_queue + max(0, self.capacity - len(self.running))
 
     def put_back(self, state: RequestState) -> None:
-        """Takes a running request's place away; it is the next to be admitted once its consumer reads."""
+        """Move a running request to the head of the queue; it is admitted next, once its consumer reads."""
         del self.running[state.request.request_id]
         self.waiting.appendleft(state)
 
     def verifiable(self) -> list[RequestState]:
-        """Requests that may be verified; one with which the target failed is tried alone."""
+        """Return the requests that may be verified; a request with which the target has failed is tried alone."""
         states = [state for state in self.running.values() if state.window is None and not state.paused]
         return next(([state] for state in states if state.failures), states)
 
     @property
     def is_reading(self) -> bool:
-        """Whether the target has windows whose text it has not read to the end."""
+        """True while the target has windows whose prompt it has not read to the end."""
         return any(state.window is not None for state in self.running.values())
 
     def load(self, state: RequestState) -> Load:
-        """What the policy is asked about where it decides for this request."""
+        """Return the load under which decisions for this request are made."""
         return Load(state.schedule, len(self.running))
 
     def unpause(self) -> None:
-        """Lets every request go on, whether its consumer reads or not."""
+        """Let every request go on, even if its consumer does not read."""
         for state in (*self.running.values(), *self.waiting):
             state.paused = False
 
     def find(self, request_id: int) -> RequestState | None:
-        """The request, waiting or running; None when it ended or never was."""
+        """Return the request, waiting or running; None when it has ended or is unknown."""
         return self.running.get(request_id) or next(
             (state for state in self.waiting if state.request.request_id == request_id), None
         )
 
     def end(self, state: RequestState) -> bool:
-        """Takes a request out for good; whether it was running."""
+        """Remove a request for good; return whether it was running."""
         was_running = self.running.pop(state.request.request_id, None) is not None
         if was_running:
             self.capacity = min(self.capacity + 1, self.limits.num_seqs)

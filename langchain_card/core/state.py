@@ -1,4 +1,4 @@
-"""Everything the core knows of a request while it waits or runs."""
+"""The state of one request while it waits or runs."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass, field, replace
 
 from langchain_card.config import Schedule
 from langchain_card.core.candidates import CandidateTree
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.messages import Proposal, Window
 from langchain_card.core.request import Request, RequestStats
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request that waits or runs. Written by the coordinator only.
+    """A request that waits or runs. Only the coordinator writes to it.
 
     Attributes:
-        request: what was asked.
+        request: the request as it was submitted.
         tree: committed tokens and candidates.
-        sources: one state per drafter that works for it, by name.
-        schedule: the schedule in force; the asked one until the request is admitted.
+        schedule: the schedule in force; until the request is admitted, the requested one.
         stats: counts and times.
+        drafters: the state of each drafter that works for the request, by name.
         output_ids: committed tokens of the answer.
         window: the verification in flight, or None.
-        heard: proposals that came while the window is in flight.
-        kept_rows: rows of the last window that were committed; the next window carries them to the target.
-        wait_until: until when a round may wait for its draft, or None.
-        wait_since: since when it waits, or None.
-        paused: its consumer reads too slowly.
+        pending: proposals that arrived while the window is in flight.
+        kept_rows: rows of the last window that were committed; the next window reports them to the target.
+        wait_until: time until which a round may wait for its draft, or None.
+        wait_since: time since which it waits, or None.
+        paused: whether its consumer reads too slowly.
         failures: target steps in a row that failed with it.
         incarnation: how often it was begun.
     """
@@ -37,10 +37,10 @@ class RequestState:
     tree: CandidateTree
     schedule: Schedule
     stats: RequestStats
-    sources: dict[str, SourceState] = field(default_factory=dict)
+    drafters: dict[str, DrafterState] = field(default_factory=dict)
     output_ids: list[int] = field(default_factory=list)
     window: Window | None = None
-    heard: list[Proposal] = field(default_factory=list)
+    pending: list[Proposal] = field(default_factory=list)
     kept_rows: tuple[int, ...] = ()
     wait_until: float | None = None
     wait_since: float | None = None
@@ -50,7 +50,7 @@ class RequestState:
 
     @classmethod
     def waiting(cls, request: Request, now: float, output_ids: Sequence[int] = ()) -> RequestState:
-        """A request as it arrives, with what is known of its answer."""
+        """Make the state of a request that has just arrived, perhaps with the beginning of its answer."""
         schedule = request.params.schedule
         stats = RequestStats(schedule=schedule, submitted=now, started=now, first_token=now)
         state = cls(request, CandidateTree(request.prompt_ids[-1]), schedule, stats, output_ids=[*output_ids])
@@ -60,18 +60,18 @@ class RequestState:
 
     @property
     def tokens_left(self) -> int:
-        """How many more the answer may have."""
+        """Tokens that the answer may still have."""
         return self.request.params.max_tokens - len(self.output_ids)
 
     def wait(self, now: float, until: float | None) -> None:
-        """Lets the round wait for its draft from now on, or no longer."""
+        """Let the round wait for its draft until a time; None ends the wait."""
         if until is None and self.wait_since is not None:
             self.stats.waited += now - self.wait_since
         self.wait_since = None if until is None else self.wait_since if self.wait_since is not None else now
         self.wait_until = until
 
     def copy(self) -> RequestState:
-        """An independent copy."""
+        """Return an independent copy."""
         return replace(
             self,
             tree=self.tree.copy(),
@@ -80,7 +80,7 @@ class RequestState:
                 verified_by_source=self.stats.verified_by_source.copy(),
                 accepted_by_source=self.stats.accepted_by_source.copy(),
             ),
-            sources={name: source.copy() for name, source in self.sources.items()},
+            drafters={name: drafter.copy() for name, drafter in self.drafters.items()},
             output_ids=self.output_ids.copy(),
-            heard=self.heard.copy(),
+            pending=self.pending.copy(),
         )

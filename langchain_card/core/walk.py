@@ -1,9 +1,9 @@
-"""The exact rule: which rows of a window are committed. The seam for other rules.
+"""The exact acceptance rule, which decides which rows of a window are committed, and the seam for other rules.
 
-The target owns every token. A row is committed when all rows above it are and it is the token that the target chose
-there; the target's choice after the last such row is committed too. So the answer is the target's own whatever the
-candidates were: they decide only how many tokens one pass yields. (CARD, arXiv 2508.04462; greedy and sampled alike
-when the target's draw is a function of its logits, the seed and the position.)
+The target owns every token. A row is committed when all rows above it are committed and its token is the one that the
+target chose there. The target's choice after the last such row is committed too. So the answer is the target's own
+whatever the candidates were: they decide only how many tokens one pass yields. This holds for greedy decoding and for
+sampling, because the target's draw is a function of its logits, the seed and the position. (CARD, arXiv 2508.04462.)
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from langchain_card.errors import EngineError
 
 
 class AcceptanceRule(Protocol):
-    """Which rows of a window are committed. Called by one thread at a time; a function of what it was given so far.
+    """Decides which rows of a window are committed. Called by one thread at a time.
 
-    A rule is part of the core: no clock and no randomness. `measure` and `is_exact` alone are called beside the target
-    as well. What it raises, or says wrongly, ends the request alone: see `committed`.
+    A rule is part of the core: it has no clock and no randomness, and depends on its arguments so far alone. Only
+    `measure` and `is_exact` are called on the target's side as well. An exception or a wrong result ends one request:
+    see `committed`.
 
     Attributes:
-        name: of the rule.
+        name: name of the rule.
         lossy: whether it may commit a token that the target did not choose.
     """
 
@@ -34,37 +35,37 @@ class AcceptanceRule(Protocol):
 
     @property
     def measure(self) -> Callable[[Any], Sequence[float]] | None:
-        """What the rule wants to know of logits [rows, vocabulary], a torch tensor: a number a row. None for nothing.
+        """Function from logits [rows, vocabulary], a torch tensor, to one number a row; None to measure nothing.
 
-        Asked for the rows at which candidates stand and none is the target's own; `Verdict.measured` brings it. It
-        keeps no state.
+        Called for the rows that have candidates of which none is the target's choice. The numbers come back in
+        `Verdict.measured`. It keeps no state.
         """
 
     def is_exact(self, request: Request) -> bool:
-        """Whether this answer is the target's own all the same: nothing is measured for it then. Keeps no state."""
+        """Return whether the rule answers this request exactly; nothing is measured for it then. Keeps no state."""
 
     def walk(self, window: Window, verdict: Verdict, request: Request) -> tuple[list[int], list[int]]:
-        """Says what one pass commits.
+        """Return what one pass commits.
 
         Args:
             window: rows and their parents.
             verdict: the target's own token after each row, and what was measured there.
-            request: whose window it is.
+            request: the request of the window.
 
         Returns:
-            The committed rows, the first of the window included, each below the one before it; and the committed
-            tokens, one after each of them: those of the rows but the first, and at last the target's own.
+            The committed rows, beginning with the first of the window, each below the one before it; and the committed
+            tokens, one after each row: the tokens of all rows but the first, then the target's own.
         """
 
     def copy(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
 
 
 class ExactRule:
     """Follows the window's tree as long as a candidate equals the target's token.
 
     Args:
-        setting: a `ports.Setting`, as every rule gets one; there is nothing to be known.
+        setting: a `ports.Setting`, which every rule is given; not used.
     """
 
     name, lossy, measure = "exact", False, None
@@ -73,11 +74,11 @@ class ExactRule:
         del setting
 
     def is_exact(self, request: Request) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def walk(self, window: Window, verdict: Verdict, request: Request) -> tuple[list[int], list[int]]:
-        """The answer is the target's own."""
+        """Commit the target's own tokens."""
         child, target_ids = children(window), verdict.target_ids
         row: int | None = 0
         rows, tokens = [], []
@@ -88,22 +89,22 @@ class ExactRule:
         return rows, tokens
 
     def copy(self) -> Self:
-        """Itself: it keeps nothing."""
+        """Return itself: it keeps no state."""
         return self
 
 
 def is_lossy(rule: AcceptanceRule, request: Request) -> bool:
-    """Whether a rule may commit a token in this answer that the target did not choose."""
+    """Return whether a rule may commit a token in this answer that the target did not choose."""
     return rule.lossy and not rule.is_exact(request)
 
 
 def committed(
     rule: AcceptanceRule, window: Window, verdict: Verdict, request: Request
 ) -> tuple[list[int], list[int], bool]:
-    """What a rule commits, checked, and whether it was free to be lossy. Rules are plug-ins: what they say is input.
+    """Return the rows and tokens that a rule commits, checked, and whether it may be lossy here. Rules are plug-ins.
 
     Raises:
-        EngineError: the rule raised, or said something else than `AcceptanceRule.walk` may.
+        EngineError: the rule raised, or returned something that `AcceptanceRule.walk` may not.
     """
     try:
         rows, tokens = map(list, rule.walk(window, verdict, request))
@@ -125,26 +126,26 @@ def _broken(rule: AcceptanceRule, limit: str) -> EngineError:
 
 
 def children(window: Window) -> dict[tuple[int, int], int]:
-    """The rows of a window by parent and token."""
+    """Return the rows of a window by parent and token."""
     return {(parent, token): row for row, (parent, token) in enumerate(zip(window.parents, window.token_ids))}  # noqa: B905
 
 
 def mismatches(window: Window, target_ids: Sequence[int]) -> list[int]:
-    """Rows at which candidates stand, none of them the target's own token."""
+    """Return the rows that have candidates of which none is the target's own token."""
     child = children(window)
     return [row for row in sorted({*window.parents} - {ROOT}) if (row, target_ids[row]) not in child]
 
 
 def cut(tokens: list[int], request: Request, num_output: int) -> tuple[list[int], FinishReason | None]:
-    """Cuts a round's tokens at end of text and at `max_tokens`; nothing behind the cut counts.
+    """Cut a round's tokens at end of text and at `max_tokens`.
 
     Args:
-        tokens: committed in this round.
+        tokens: tokens committed in this round.
         request: its bounds.
         num_output: tokens of the answer before this round.
 
     Returns:
-        The tokens that count, and why the request ends with them, or None when it goes on.
+        The tokens before the cut, and the reason why the request ends with them, or None when it goes on.
     """
     left = request.params.max_tokens - num_output
     for i, token in enumerate(tokens[:left]):

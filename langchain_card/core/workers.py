@@ -1,4 +1,4 @@
-"""Which workers are there, and when one that died may start again."""
+"""Liveness of the workers, and the time at which a worker that died may start again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_RESTART_SECONDS = 10.0
 
 
 class Life(Enum):
-    """Where a worker is between its deaths."""
+    """The state of a worker."""
 
     UP = "up"
     DOWN = "down"
@@ -22,8 +22,8 @@ class Workers:
     """Liveness of the target and the drafters.
 
     Args:
-        names: of all workers; all are there at first.
-        limits: how many deaths are borne.
+        names: names of all workers; all are up at first.
+        limits: bounds on the deaths of a worker.
     """
 
     def __init__(self, names: Iterable[str], limits: Limits) -> None:
@@ -32,37 +32,37 @@ class Workers:
         self._deaths: dict[str, tuple[float, ...]] = dict.fromkeys(self._life, ())
 
     def copy(self) -> Workers:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = Workers((), self.limits)
         copied._life, copied._deaths = self._life.copy(), self._deaths.copy()
         return copied
 
     def __contains__(self, worker: str) -> bool:
-        """Whether the worker can be given work."""
+        """Return whether the worker is up."""
         return self._life.get(worker) is Life.UP
 
     def life(self, worker: str) -> Life:
-        """Where it is."""
+        """Return the state of a worker; an unknown one counts as given up."""
         return self._life.get(worker, Life.GIVEN_UP)
 
     def given_up(self, worker: str) -> bool:
-        """Whether the worker died too often and will not come back, or never was."""
-        return self._life.get(worker, Life.GIVEN_UP) is Life.GIVEN_UP
+        """Return whether the worker will not come back: it died too often, or there is no such worker."""
+        return self.life(worker) is Life.GIVEN_UP
 
     def started(self, worker: str) -> bool:
-        """Whether that is news: the worker was down."""
+        """Note that a worker is up; return False when it was not down."""
         if self._life.get(worker) is not Life.DOWN:
             return False
         self._life[worker] = Life.UP
         return True
 
     def died(self, worker: str, now: float, forgiven: int = 0) -> float | None:
-        """A worker died, or could not start again.
+        """Note that a worker died, or could not start again.
 
         Args:
-            worker: which.
-            now: when.
-            forgiven: how many of its last deaths, this one included, were the fault of a request that is gone now.
+            worker: its name.
+            now: the time of its death.
+            forgiven: how many of its last deaths, this one included, were the fault of a request that has ended.
 
         Returns:
             The time at which it may start again, or None when it has died too often and is given up.

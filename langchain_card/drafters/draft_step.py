@@ -1,9 +1,10 @@
-"""Drafters in levels: each one queries the one below it, and corrects it with its next question.
+"""`DraftStep`: the rows that one step of a drafter with a model forwards, and what becomes of them.
 
-A drafter with another one below does not expand one node a step. It asks what follows the node that it would expand,
-and forwards that node and the candidates in one pass. Those that are among its own children become expanded nodes of
-its tree, one below the other; the others are dropped. The lower drafter hears what was taken with the next question,
-as `Budget.ahead`, and what was committed as ever. So nothing is rolled back, and any `Drafter` may be below.
+A drafter alone forwards the nodes that it expands. With a lower level below it, it first gets guesses of what follows
+the first of these nodes, and forwards node and guesses in one pass. Guesses that are among its own children become
+expanded nodes of its tree, one below the other; the others are dropped. The next request for guesses tells the lower
+drafter which ones were taken (`Budget.ahead`), and corrections tell it what was committed. So nothing is rolled back,
+and any `Drafter` that looks ahead may be the lower one.
 
 (Hierarchical speculative decoding, arXiv 2510.19705, with trees in the place of blocks.)
 """
@@ -17,34 +18,34 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from langchain_card.core.messages import Proposal
-from langchain_card.drafters.lower_level import Below, Guess, Heard, Question, Says
+from langchain_card.drafters.lower_level import Guess, Guesses, GuessRequest, InVocabulary, LowerLevel
 from langchain_card.drafters.tree import HELD_BACK, MAX_NODES, DraftTree
 from langchain_card.ports import Budget
 
-MAX_SAID = 64
-"""Candidates that an answer to one holds."""
+MAX_WHOLE = 64
+"""Candidates of a proposal that must be complete (`Budget.whole`)."""
 
 Read: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""Tokens of the target's as a level reads them."""
+"""Translates tokens of the target's into those that a level's model reads."""
 
 
 @dataclass(slots=True)
-class Block:
-    """What one step forwards for one request: open nodes of its tree, and guesses below the first of them.
+class DraftStep:
+    """One step for one request: open nodes of its tree to expand, and guesses below the first of them.
 
     Rows are the nodes, then the guesses.
 
     Attributes:
-        tree: of the request.
-        budget: of the step.
-        heads: nodes to be expanded; the root alone while it is open; none where nothing can be.
-        guesses: what may follow the first of them; a parent comes before its children.
-        num_assumed: guesses that the budget says are `ahead`: they hold, whatever the model says.
+        tree: the request's.
+        budget: the step's.
+        heads: nodes to expand: the root alone while it is open; none if the tree cannot grow.
+        guesses: candidates below the first head; a parent comes before its children.
+        num_assumed: guesses that come from `Budget.ahead`: they hold, whatever the model's scores are.
         text: committed tokens, as the model reads them, that have no KV yet; they come first when the root is open.
-        text_slots: of them, where they are read as rows.
+        text_slots: their KV slots, if they are read as rows.
         expanded: nodes that became expanded.
-        layers: of them that hang below each other, at most.
-        lost: whether the level cannot say what is assumed: it has nothing to tell.
+        layers: how many of these hang below each other, at most.
+        lost: whether a token ahead is not in the level's vocabulary, so that it has nothing to propose.
     """
 
     tree: DraftTree
@@ -60,53 +61,53 @@ class Block:
     _slots: list[int] = field(default_factory=list)
 
     @classmethod
-    def plan(cls, tree: DraftTree, budget: Budget, text: Sequence[int], says: Says) -> Block:
-        """What a step expands: where it is assumed that the answer goes on, or else the likeliest open nodes."""
-        if not all(map(says, budget.ahead)):
+    def plan(cls, tree: DraftTree, budget: Budget, text: Sequence[int], in_vocabulary: InVocabulary) -> DraftStep:
+        """Plan a step: expand nodes after the tokens ahead, or else the likeliest open nodes."""
+        if not all(map(in_vocabulary, budget.ahead)):
             return cls(tree, budget, lost=True)
         node, assumed = tree.follow(budget.ahead)
         if node not in tree.children:
             heads = [node]
         elif node != tree.root:
-            leaves = (each for each in likeliest(tree, node) if each not in tree.children)
+            leaves = (leaf for leaf in likeliest(tree, node) if leaf not in tree.children)
             heads = [*itertools.islice(leaves, budget.width)]
         else:
             heads = tree.choose(budget.width, budget.min_chance)
-        block = cls(tree, budget, heads, [*enumerate(assumed)], len(assumed), text)
-        fits = block.room >= 0 or (heads == [tree.root] and not assumed)
-        return block if fits else cls(tree, budget)
+        step = cls(tree, budget, heads, [*enumerate(assumed)], len(assumed), text)
+        fits = step.room >= 0 or (heads == [tree.root] and not assumed)
+        return step if fits else cls(tree, budget)
 
     @property
     def room(self) -> int:
-        """Guesses that may be added."""
-        own = len(self.text) if self.heads == [self.tree.root] else len(self.heads)
-        return len(self.tree.free_slots) - own - len(self.guesses)
+        """Number of guesses that may be added."""
+        num_rows = len(self.text) if self.heads == [self.tree.root] else len(self.heads)
+        return len(self.tree.free_slots) - num_rows - len(self.guesses)
 
     @property
-    def ways(self) -> list[tuple[int, ...]]:
-        """[rows] tokens from below the root down to each."""
-        ways = [tuple(self.tree.tokens[node] for node in self.tree.path(head)) for head in self.heads]
+    def token_paths(self) -> list[tuple[int, ...]]:
+        """[rows] tokens from below the root down to each row."""
+        paths = [tuple(self.tree.tokens[node] for node in self.tree.path(head)) for head in self.heads]
         for parent, token in self.guesses:
-            ways.append((*ways[parent], token))
-        return ways
+            paths.append((*paths[parent], token))
+        return paths
 
-    def question(self, block: int) -> Question:
-        """What follows the first node, and the guesses that hold?"""
-        ahead, room = (self.ways[self.num_assumed], min(block, self.room)) if self.heads else ((), 0)
-        return Question(self.budget.request_id, len(self.tree.output_ids), ahead, room)
+    def guess_request(self, block: int) -> GuessRequest:
+        """Request at most `block` guesses after the first head and the tokens ahead."""
+        ahead, room = (self.token_paths[self.num_assumed], min(block, self.room)) if self.heads else ((), 0)
+        return GuessRequest(self.budget.request_id, len(self.tree.output_ids), ahead, room)
 
-    def guess(self, heard: Heard, says: Says) -> None:
-        """Adds what the level below says, so far as this one can say it."""
-        self.guesses += heard.guesses(self.num_assumed, len(self.heads) + len(self.guesses), says)
+    def add(self, guesses: Guesses, in_vocabulary: InVocabulary) -> None:
+        """Add the guesses of the lower level that are in this level's vocabulary."""
+        self.guesses += guesses.rows(self.num_assumed, len(self.heads) + len(self.guesses), in_vocabulary)
 
     def place(self, read: Read) -> tuple[Sequence[int], list[tuple[int, ...]] | None]:
-        """Gives every row a slot.
+        """Give every row a KV slot.
 
         Args:
-            read: tokens as the level's model reads them.
+            read: translates tokens into those that the level's model reads.
 
         Returns:
-            Such tokens, and for each the slots on its path; None for the text alone, which goes to its positions.
+            The tokens of all rows, and for each the slots on its path; None for the text alone, which needs no slots.
         """
         tree, offset = self.tree, 0
         tokens = [*read([tree.tokens[head] for head in self.heads])]
@@ -124,17 +125,17 @@ class Block:
             paths.append((*paths[offset + parent], self._slots[-1]))
         return tokens, paths
 
-    def settle(self, found: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
-        """Expands the nodes, and those guesses that are children of expanded nodes.
+    def settle(self, children: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
+        """Expand the heads, and those guesses that are children of expanded nodes.
 
         Args:
-            found: [rows] the children of each: tokens, likeliest first, and log chances.
+            children: [rows] the children of each row: tokens, likeliest first, and log chances.
         """
         tree, nodes = self.tree, list[int | None](self.heads)
         tree.free_slots += self.text_slots
-        for head, children in zip(self.heads, found):  # noqa: B905
-            tree.expand(head, *children)
-        for i, ((parent, token), children) in enumerate(zip(self.guesses, found[len(self.heads) :], strict=True)):
+        for head, listed in zip(self.heads, children):  # noqa: B905
+            tree.expand(head, *listed)
+        for i, ((parent, token), listed) in enumerate(zip(self.guesses, children[len(self.heads) :], strict=True)):
             above, node = nodes[parent], None
             if above is not None:
                 node = tree.adopt(above, token) if i < self.num_assumed else tree.known(above, token)
@@ -143,7 +144,7 @@ class Block:
                 tree.free_slots.append(self._slots[i])
             else:
                 tree.slots[node] = self._slots[i]
-                tree.expand(node, *children)
+                tree.expand(node, *listed)
         self.expanded = sum(node is not None for node in nodes)
         depths = [1] * len(self.heads)
         for (parent, _), node in zip(self.guesses, nodes[len(self.heads) :], strict=True):
@@ -151,7 +152,7 @@ class Block:
         self.layers = max(depths, default=1)
 
     def publish(self, source: str, together: int, elapsed: float, reading: float = 0.0) -> Proposal:
-        """What the step brought; `elapsed` is that of all requests, which expanded `together` nodes."""
+        """Return the step's proposal; `elapsed` is the time of all requests, which expanded `together` nodes."""
         tree, share = self.tree, elapsed * self.expanded / max(1, together)
         if not self.budget.whole:
             return tree.publish(
@@ -164,8 +165,8 @@ class Block:
                 reading=reading,
             )
         node, unknown = tree.follow(() if self.lost else self.budget.ahead)
-        nodes = [] if self.lost or unknown else [*itertools.islice(likeliest(tree, node), MAX_SAID)]
-        number = {node: 0} | {each: i for i, each in enumerate(nodes, 1)}
+        nodes = [] if self.lost or unknown else [*itertools.islice(likeliest(tree, node), MAX_WHOLE)]
+        number = {node: 0} | {found: i for i, found in enumerate(nodes, 1)}
         return Proposal(
             source=source,
             request_id=self.budget.request_id,
@@ -173,9 +174,9 @@ class Block:
             root=0,
             applied_len=len(tree.output_ids),
             first=1,
-            parents=tuple(number[tree.parents[each]] for each in nodes),
-            token_ids=tuple(tree.tokens[each] for each in nodes),
-            scores=tuple(tree.scores[each] for each in nodes),
+            parents=tuple(number[tree.parents[node]] for node in nodes),
+            token_ids=tuple(tree.tokens[node] for node in nodes),
+            scores=tuple(tree.scores[node] for node in nodes),
             forwarded=self.expanded,
             together=together,
             layers=self.layers,
@@ -185,7 +186,7 @@ class Block:
 
 
 def likeliest(tree: DraftTree, node: int) -> Iterator[int]:
-    """Nodes below one, likeliest first."""
+    """Yield the nodes below one, likeliest first."""
     heap = [(0.0, node)]
     while heap:
         _, parent = heapq.heappop(heap)
@@ -196,11 +197,13 @@ def likeliest(tree: DraftTree, node: int) -> Iterator[int]:
                 heapq.heappush(heap, (-tree.reached[child], child))
 
 
-def query(blocks: Sequence[Block], below: Below | None, says: Says) -> tuple[float, float]:
-    """Has the level below guess for all blocks; seconds that it took, and that it read, as it says."""
-    if below is None:
+def add_guesses(
+    steps: Sequence[DraftStep], lower: LowerLevel | None, in_vocabulary: InVocabulary
+) -> tuple[float, float]:
+    """Add the lower level's guesses to all steps; return the seconds that it took, and that it spent reading."""
+    if lower is None:
         return 0.0, 0.0
-    heard = below.ask([block.question(below.block) for block in blocks])
-    for block, one in zip(blocks, heard, strict=True):
-        block.guess(one, says)
-    return sum(one.elapsed for one in heard), sum(one.reading for one in heard)
+    guesses = lower.guess([step.guess_request(lower.block) for step in steps])
+    for step, added in zip(steps, guesses, strict=True):
+        step.add(added, in_vocabulary)
+    return sum(added.elapsed for added in guesses), sum(added.reading for added in guesses)

@@ -1,7 +1,7 @@
-"""`ForcedDrafter`: what the grammar leaves no choice about is a candidate for free.
+"""`ForcedDrafter`: text that the grammar forces is a candidate for free.
 
-After `{` a schema with one required field knows the text up to its value. The target still chooses every token (the
-same text can be spelt in other tokens), but it verifies the whole run in one pass.
+After `{`, a schema with one required field fixes the text up to the field's value. The target still chooses every token
+(the same text can be spelt in other tokens), but it verifies the whole run in one pass.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from langchain_card.core.request import Request
 from langchain_card.ports import Budget, Constraint, Setting
 
 CHANCE = 0.95
-"""That the target spells forced text as the tokenizer does, per token (docs/LOG.md)."""
+"""Chance, per token, that the target spells forced text as the tokenizer does (docs/LOG.md, 2026-11-22)."""
 
 
 class _Answer:
-    """What was said, and where the grammar stands behind it; None once it was left."""
+    """The answer so far, and its state in the grammar; None after a token that the grammar does not allow."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.constraint: Constraint | None = constraint
         self.length = 0
         self.epoch = -1
 
-    def say(self, token_ids: Sequence[int]) -> None:
+    def append(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             if self.constraint is not None and not self.constraint.accept(token):
                 self.constraint = None
@@ -36,10 +36,7 @@ class ForcedDrafter:
     """Drafts from the grammars of requests.
 
     Args:
-        setting: where it works.
-
-    Attributes:
-        of_grammars: it is asked for requests with a grammar only.
+        setting: the engine that it works in.
     """
 
     name = "forced"
@@ -52,27 +49,27 @@ class ForcedDrafter:
         self._answers: dict[int, _Answer] = {}
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """Follows the answer so far."""
+        """Open a request and follow its answer so far."""
         answer = self._answers[request.request_id] = _Answer(self._constrain(request.params.grammar))
-        answer.say(output_ids)
+        answer.append(output_ids)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        """Follows what is new."""
+        """Follow the new tokens."""
         answer = self._answers.get(request_id)
         if answer is not None and answer.length >= start:  # else an earlier correction was lost: the next repeats it
-            answer.say(token_ids[answer.length - start :])
+            answer.append(token_ids[answer.length - start :])
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        """The text that must come next, as a chain, for each request."""
+        """Propose, for each request, the text that must come next, as a chain."""
         known = [budget.request_id for budget in budgets if budget.request_id in self._answers]
         return [self._propose(request_id, self._answers[request_id]) for request_id in known]
 
     def end(self, request_id: int) -> None:
-        """Forgets the request."""
+        """Forget the request."""
         self._answers.pop(request_id, None)
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._answers.clear()
 
     def _propose(self, request_id: int, answer: _Answer) -> Proposal:

@@ -1,4 +1,4 @@
-"""The level below a drafter: what it is asked, and what is made of what it says."""
+"""A level below a drafter: a second, cheaper drafter that guesses what the first one will propose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from langchain_card.core.candidates import CandidateTree
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState, is_valid
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
 from langchain_card.errors import is_out_of_memory
@@ -16,25 +16,24 @@ from langchain_card.ports import Budget, Drafter
 
 log = logging.getLogger(__name__)
 
-MAX_HEARD = 512
-"""Candidates of a lower drafter that one question takes in."""
+MAX_CANDIDATES = 512
+"""Candidates of a lower drafter that are kept for one request for guesses."""
 
 Guess: TypeAlias = tuple[int, int]
-"""The row of its parent in a `Block`, and a token."""
+"""The row of the guess's parent in a `DraftStep`, and its token."""
+
+InVocabulary: TypeAlias = Callable[[int], bool]
+"""Tells whether a level has a token of the target's in its own vocabulary."""
 
 
-Says: TypeAlias = Callable[[int], bool]
-"""Whether a level has a token of the target's in its own vocabulary."""
-
-
-class Question(NamedTuple):
-    """What follows?
+class GuessRequest(NamedTuple):
+    """A request for guesses.
 
     Attributes:
-        request_id: whose answer.
-        applied_len: its length.
-        ahead: tokens assumed to follow it.
-        room: candidates at most.
+        request_id: the request.
+        applied_len: length of its answer.
+        ahead: tokens assumed to follow the answer.
+        room: guesses at most.
     """
 
     request_id: int
@@ -44,53 +43,53 @@ class Question(NamedTuple):
 
 
 @dataclass(slots=True)
-class Heard:
-    """What a lower drafter says to one question, checked as the core checks what drafters say.
+class Guesses:
+    """The answer of a lower drafter to one request, checked in the same way as the core checks proposals.
 
     Attributes:
-        question: the question.
-        elapsed, reading: seconds that it took, as the drafter says.
+        wanted: the request.
+        elapsed, reading: seconds that it took, as the drafter reports them.
     """
 
-    question: Question
+    wanted: GuessRequest
     elapsed: float = 0.0
     reading: float = 0.0
     _tree: CandidateTree = field(default_factory=lambda: CandidateTree(0))  # its root: the last token ahead
-    _source: SourceState = field(default_factory=SourceState)
+    _drafter: DrafterState = field(default_factory=DrafterState)
 
-    def hear(self, proposals: Sequence[Proposal], vocab_size: int) -> bool:
-        """Takes in what is for this question; whether to ask on: it brought something, and there is room for more."""
+    def receive(self, proposals: Sequence[Proposal], vocab_size: int) -> bool:
+        """Take the proposals for this request; return True if they brought something and there is room for more."""
         before = len(self._tree)
         for proposal in proposals:
-            if (proposal.request_id, proposal.applied_len) != self.question[:2]:
+            if not is_valid(proposal) or (proposal.request_id, proposal.applied_len) != self.wanted[:2]:
                 continue
             proposal = replace(proposal, applied_len=0)
-            if self._source.admit(proposal, self._tree, vocab_size):
-                self._source.enter(proposal, self._tree, 2 * MAX_HEARD)
+            if self._drafter.admit(proposal, self._tree, vocab_size):
+                self._drafter.enter(proposal, self._tree, 2 * MAX_CANDIDATES)
                 self.elapsed += proposal.elapsed
                 self.reading += proposal.reading
-        return before < len(self._tree) and len(self._tree.best_chain(self.question.room)[0]) < self.question.room
+        return before < len(self._tree) and len(self._tree.best_chain(self.wanted.room)[0]) < self.wanted.room
 
-    def guesses(self, last: int, first: int, says: Says) -> list[Guess]:
-        """The likeliest candidates, parents first, to follow row `last`, in rows from `first` on.
+    def rows(self, last: int, first: int, in_vocabulary: InVocabulary) -> list[Guess]:
+        """Return the likeliest guesses after row `last`, parents first, in rows from `first` on.
 
-        Those that the drafter above cannot say are left out, with what follows them.
+        Tokens that the upper level does not have are left out, with all that follows them.
         """
-        rows, found = {self._tree.root: last}, list[Guess]()
-        for node in self._tree.best_subtree(self.question.room)[0]:
+        rows, guesses = {self._tree.root: last}, list[Guess]()
+        for node in self._tree.best_subtree(self.wanted.room)[0]:
             parent, token = self._tree.parents[node], self._tree.tokens[node]
-            if parent in rows and says(token):
-                rows[node] = first + len(found)
-                found.append((rows[parent], token))
-        return found
+            if parent in rows and in_vocabulary(token):
+                rows[node] = first + len(guesses)
+                guesses.append((rows[parent], token))
+        return guesses
 
 
-class Below:
-    """The level below a drafter. One that fails is left out from then on: the one above works as it does alone.
+class LowerLevel:
+    """The level below a drafter. If it fails, it is left out from then on, and the upper drafter works alone.
 
     Args:
-        drafter: any.
-        block: candidates that it is asked for at a time. A paced one takes as many steps at most; another one, one.
+        drafter: any drafter that looks ahead.
+        block: guesses wanted at a time. A paced drafter takes up to so many steps for them, another one just one.
         vocab_size: token ids at and above it are refused.
     """
 
@@ -101,43 +100,43 @@ class Below:
         self.failed = False
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """As to the drafter above."""
+        """Open a request, if the drafter works for it."""
         if request.params.grammar or not self._of_grammars:
             self._call(lambda: self.drafter.begin(request, output_ids))
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        """As to the drafter above."""
+        """Apply the answer's tokens from `start` on."""
         self._call(lambda: self.drafter.correct(request_id, start, token_ids))
 
     def end(self, request_id: int) -> None:
-        """As to the drafter above."""
+        """Free a request."""
         self._call(lambda: self.drafter.end(request_id))
 
     def close(self) -> None:
-        """Frees it; one that failed is freed already."""
+        """Free the drafter, unless it has failed and is freed already."""
         if not self.failed:
             self._free()
 
-    def ask(self, questions: Sequence[Question]) -> list[Heard]:
-        """What the drafter says to each of them; it takes its steps for all requests together."""
-        heard = [Heard(question) for question in questions]
-        self._call(lambda: self._hear([one for one in heard if one.question.room > 0]))
-        return heard
+    def guess(self, wanted: Sequence[GuessRequest]) -> list[Guesses]:
+        """Return the drafter's guesses for each request; it takes its steps for all of them together."""
+        guesses = [Guesses(each) for each in wanted]
+        self._call(lambda: self._guess([each for each in guesses if each.wanted.room > 0]))
+        return guesses
 
-    def _hear(self, open_ones: list[Heard]) -> None:
+    def _guess(self, unfinished: list[Guesses]) -> None:
         for _ in range(self._steps):
-            if not open_ones:
+            if not unfinished:
                 break
-            asked = [one.question for one in open_ones]
-            proposals = self.drafter.step([Budget(q.request_id, ahead=q.ahead, whole=True) for q in asked])
-            open_ones = [one for one in open_ones if one.hear(proposals, self._vocab_size)]
+            budgets = [Budget(each.wanted.request_id, ahead=each.wanted.ahead, whole=True) for each in unfinished]
+            proposals = self.drafter.step(budgets)
+            unfinished = [each for each in unfinished if each.receive(proposals, self._vocab_size)]
 
-    def _call(self, what: Callable[[], None]) -> None:
-        """Without memory for it, requests are decoded without the whole stack, which is the worker's to say."""
+    def _call(self, action: Callable[[], None]) -> None:
+        """Call the drafter, and leave it out after an error; running out of memory is reported by the worker."""
         if self.failed:
             return
         try:
-            what()
+            action()
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -1,11 +1,11 @@
-"""`ModelDrafter`: a small model grows a tree of candidates.
+"""`ModelDrafter`: a small language model grows a tree of candidates.
 
-Every step forwards the open nodes with the largest cumulative chance and publishes their likeliest children: the
-leaves of the frontier, too, are candidates although they have no KV yet. With another drafter below, a step forwards
-what that one guesses as well (`stacked.py`).
+Every step forwards the open nodes with the largest cumulative chance and publishes their likeliest children. The
+children are candidates although they have no KV yet. With a lower level, a step forwards its guesses as well
+(`draft_step.py`).
 
-Under sampling the draft is coupled to the target: it ranks children by its own processed scores plus the very noise
-that the target will add at that position. Where both models agree roughly, they then pick the same token, however
+Under sampling the draft is coupled to the target: it ranks children by its own processed scores plus the same noise
+that the target will add at that position. Where the two models roughly agree, they then pick the same token, however
 random it is. (Drafter-invariant coupling, arXiv 2408.07978.)
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
-from langchain_card.drafters.draft_step import Block, query
-from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.draft_step import DraftStep, add_guesses
+from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.tree import MIN_CHANCE, NUM_CHILDREN, DraftTree
 from langchain_card.models.vocabulary import VocabularyMap
 from langchain_card.ports import Budget, Constraint
@@ -35,22 +35,21 @@ from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import Sampler
 
 CATCH_UP_ROWS = 16
-"""Committed tokens up to this many are read together with the next step; more are read as a prompt is."""
-
+"""Committed tokens up to this many are read together with the next step; more are read like a prompt."""
 
 RANK_PRIOR = (0.85, 0.06, 0.03, 0.02)
-"""Chance that the target picks the child of each rank, before anything was learnt (docs/LOG.md)."""
+"""Chance that the target picks the child of each rank, before anything was learned (docs/LOG.md, 2026-11-21)."""
 
 RANK_PRIOR_WEIGHT = 20
 RANK_DECAY = 0.99
 
 
 class RankChances:
-    """How often the target picks the child of each rank, where children are ranked by the perturbed score.
+    """Chances that the target picks the child of each rank, for children that are ranked by their perturbed scores.
 
-    Learnt from every expanded node that was committed. Under sampling q itself says little: the noise that decides is
-    known and already in the ranking, and what remains open is how far the two models' scores differ, which is a
-    property of the pair and the temperature. So the rank is the estimate, the same for all nodes.
+    Learned from every expanded node that was committed. Under sampling the draft's own probability says little: the
+    noise that decides is already in the ranking. What remains unknown is how far the scores of the two models differ,
+    which depends on the pair and the temperature. So the rank alone is the estimate, the same for all nodes.
 
     Args:
         num_ranks: children of a node.
@@ -62,12 +61,12 @@ class RankChances:
         self._seen = float(RANK_PRIOR_WEIGHT)
 
     def learn(self, rank: int | None) -> None:
-        """The target picked the child of this rank, or none of the children."""
+        """Learn that the target picked the child of this rank, or, with None, no child."""
         self._seen = self._seen * RANK_DECAY + 1
         self._picked = [n * RANK_DECAY + (i == rank) for i, n in enumerate(self._picked)]
 
     def log_chances(self) -> list[float]:
-        """[num_ranks], none below `MIN_CHANCE`: a rank that is not published is never seen to be right."""
+        """Return [num_ranks] log chances, none below `MIN_CHANCE`: an unpublished rank could never prove right."""
         return [math.log(max(n / self._seen, MIN_CHANCE)) for n in self._picked]
 
 
@@ -84,10 +83,10 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Part:
-    """A request's share of a step: what it forwards, and seconds of reading before it."""
+    """A request's part of a step, and the seconds of reading before it."""
 
     sequence: _Sequence
-    block: Block
+    step: DraftStep
     reading: float
 
 
@@ -95,17 +94,18 @@ class ModelDrafter:
     """Drafts with a model.
 
     Args:
-        runner: of the draft model.
-        vocab_size: ids at and above it are never proposed (heads padded beyond the target's).
+        runner: the draft model's.
+        vocab_size: ids at and above it are never proposed (heads may be padded beyond the target's).
         num_children: children published per expanded node.
-        constrain: what a grammar allows, before the answer; without it, candidates may break it.
-        vocabulary: of a draft with another vocabulary. All but what its model reads is in the target's ids; a node is
-            a token that both have.
-        below: a drafter that it queries in turn.
+        constrain: opens a grammar at the start of an answer; without it, candidates may break the grammar.
+        vocabulary: maps the vocabulary of a draft that does not share the target's. Only the model reads ids of the
+            draft; all else is in the target's ids, and a node is a token that both have.
+        lower: a lower level that guesses for it.
     """
 
     name = "model"
     paced = True
+    from_model = True
     trusted = True
     looks_ahead = True
 
@@ -117,16 +117,16 @@ class ModelDrafter:
         num_children: int = NUM_CHILDREN,
         constrain: Callable[[str], Constraint] | None = None,
         vocabulary: VocabularyMap | None = None,
-        below: Below | None = None,
+        lower: LowerLevel | None = None,
     ) -> None:
-        self._runner, self._constrain, self._below = runner, constrain, below
+        self._runner, self._constrain, self._lower = runner, constrain, lower
         self._vocab_size, self._vocabulary = vocab_size, vocabulary
         self._num_children = num_children
         self._sequences: dict[int, _Sequence] = {}
         self._ranks: dict[float, RankChances] = {}
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """Opens a sequence; its text is read, and memory taken, with the first step."""
+        """Open a sequence; its text is read, and memory taken, with the first step."""
         self.end(request.request_id)
         tree = DraftTree(request.prompt_ids, output_ids, self._runner.num_scratch)
         guide, grammar = None, request.params.grammar
@@ -138,13 +138,13 @@ class ModelDrafter:
         text = self._read([*request.prompt_ids, *output_ids])
         opened = _Sequence(request.request_id, request.params.tenant, tree, text, None, sampler, ranks)
         self._sequences[request.request_id] = opened
-        if self._below is not None:
-            self._below.begin(request, output_ids)
+        if self._lower is not None:
+            self._lower.begin(request, output_ids)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        """Applies what is new of the answer's tokens."""
-        if self._below is not None:
-            self._below.correct(request_id, start, token_ids)
+        """Apply the new ones of the answer's tokens."""
+        if self._lower is not None:
+            self._lower.correct(request_id, start, token_ids)
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
@@ -159,41 +159,41 @@ class ModelDrafter:
                 sequence.ranks.learn(rank)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        """One forward pass for all requests; a proposal without nodes for one whose tree cannot grow."""
+        """Run one forward pass for all requests; a request whose tree cannot grow gets a proposal without nodes."""
         known = [budget for budget in budgets if budget.request_id in self._sequences]
         parts = [self._plan(budget, self._sequences[budget.request_id]) for budget in known]
         started = time.perf_counter()
-        _, reading = query([part.block for part in parts], self._below, self._says)
+        _, reading = add_guesses([part.step for part in parts], self._lower, self._in_vocabulary)
         reading = min(reading, time.perf_counter() - started)
-        working = [part for part in parts if part.block.heads]
+        working = [part for part in parts if part.step.heads]
         if working:
             self._expand(working, self._forward(working))
-        elapsed, together = time.perf_counter() - started - reading, sum(part.block.expanded for part in parts)
+        elapsed, together = time.perf_counter() - started - reading, sum(part.step.expanded for part in parts)
         return [
-            part.block.publish(self.name, together, max(0.0, elapsed), part.reading + reading / len(parts))
+            part.step.publish(self.name, together, max(0.0, elapsed), part.reading + reading / len(parts))
             for part in parts
         ]
 
     def end(self, request_id: int) -> None:
-        """Frees the sequence."""
-        if self._below is not None:
-            self._below.end(request_id)
+        """Free the sequence."""
+        if self._lower is not None:
+            self._lower.end(request_id)
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None and sequence.cache is not None:
             self._runner.close(sequence.cache)
 
     def close(self) -> None:
-        """Frees every sequence."""
+        """Free every sequence."""
         for request_id in list(self._sequences):
             self.end(request_id)
-        if self._below is not None:
-            self._below.close()
+        if self._lower is not None:
+            self._lower.close()
 
     def _plan(self, budget: Budget, sequence: _Sequence) -> _Part:
-        """What to forward for a request; a text that is much longer than a step is read at once."""
+        """Plan a request's part of a step; a text that is much longer than a step is read at once."""
         tree, reading = sequence.tree, 0.0
         if len(sequence.text) + self._runner.num_scratch > self._runner.max_len:
-            return _Part(sequence, Block(tree, budget), reading)  # the text is longer than the draft's context
+            return _Part(sequence, DraftStep(tree, budget), reading)  # the text is longer than the draft's context
         if sequence.cache is None:
             sequence.cache = self._runner.open(sequence.text[:-1], sequence.tenant)
         cache, unread = sequence.cache, sequence.text[sequence.cache.length :]
@@ -201,30 +201,30 @@ class ModelDrafter:
             begun = time.perf_counter()
             self._runner.prefill(cache, unread[:-1])
             unread, reading = unread[-1:], time.perf_counter() - begun
-        return _Part(sequence, Block.plan(tree, budget, unread, self._says), reading)
+        return _Part(sequence, DraftStep.plan(tree, budget, unread, self._in_vocabulary), reading)
 
     def _forward(self, parts: Sequence[_Part]) -> Tensor:
-        """One pass over the rows of all parts; their logits, in order."""
+        """Run one pass over the rows of all parts; return their logits, in order."""
         batch, num_rows = list[Rows](), list[int]()
         for part in parts:
-            cache, (token_ids, paths) = part.sequence.cache, part.block.place(self._read)
+            cache, (token_ids, paths) = part.sequence.cache, part.step.place(self._read)
             assert cache is not None
             batch.append(Rows(cache, token_ids, cache.length, paths, ask=paths is None))
             num_rows.append(len(batch[-1].wanted))
         logits = torch.split(self._runner.step(batch), num_rows)
         for part, rows in zip(parts, batch, strict=True):
-            rows.cache.keep(part.block.text_slots, part.block.text[: len(part.block.text_slots)])
-        sizes = [len(part.block.ways) for part in parts]
-        return torch.cat([own[-size:] for own, size in zip(logits, sizes, strict=True)])
+            rows.cache.keep(part.step.text_slots, part.step.text[: len(part.step.text_slots)])
+        sizes = [len(part.step.token_paths) for part in parts]
+        return torch.cat([rows[-size:] for rows, size in zip(logits, sizes, strict=True)])
 
     def _read(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens of the target as the draft reads them."""
+        """Translate tokens of the target into those that the draft reads."""
         if self._vocabulary is not None:
             return self._vocabulary.read(token_ids)
-        return [min(token, self._vocab_size - 1) for token in token_ids]  # what only the target's head is padded with
+        return [min(token, self._vocab_size - 1) for token in token_ids]  # padding of the target's head
 
-    def _says(self, token_id: int) -> bool:
-        """Whether a token of the target is one of the draft's."""
+    def _in_vocabulary(self, token_id: int) -> bool:
+        """Return whether a token of the target is in the draft's vocabulary."""
         return self._vocabulary is None or self._vocabulary.shares(token_id)
 
     def _ranks_at(self, temperature: float) -> RankChances | None:
@@ -234,34 +234,34 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def _expand(self, parts: Sequence[_Part], logits: Tensor) -> None:
-        """Finds the likeliest children behind the parts' rows, to which those of `logits` belong in order."""
+        """Find the likeliest children after the rows of all parts; `logits` has the same rows in order."""
         best: list[Tensor] = []
-        sizes = [len(part.block.ways) for part in parts]
-        for part, own in zip(parts, torch.split(logits, sizes), strict=True):
-            best += self._best_children(part.sequence, part.block.ways, own.float())
+        sizes = [len(part.step.token_paths) for part in parts]
+        for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
+            best += self._best_children(part.sequence, part.step.token_paths, rows.float())
         chances, token_ids = torch.cat(best[::2]).tolist(), torch.cat(best[1::2]).tolist()
         floor = math.log(MIN_CHANCE)
         keep = [sum(log >= floor for log in logs) or int(logs[0] > -math.inf) for logs in chances]
-        found = iter([(ids[:n], logs[:n]) for ids, logs, n in zip(token_ids, chances, keep, strict=True)])
+        children = iter([(ids[:n], logs[:n]) for ids, logs, n in zip(token_ids, chances, keep, strict=True)])
         for part, size in zip(parts, sizes, strict=True):
-            part.block.settle([*itertools.islice(found, size)])
+            part.step.settle([*itertools.islice(children, size)])
 
     def _best_children(
-        self, sequence: _Sequence, ways: Sequence[tuple[int, ...]], logits: Tensor
+        self, sequence: _Sequence, token_paths: Sequence[tuple[int, ...]], logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Chances and tokens [rows, children], by log q when greedy, by the perturbed score when sampling."""
-        own = logits
+        """Return chances and tokens [rows, children], by log q when greedy, by the perturbed score when sampling."""
+        own_logits = logits
         if self._vocabulary is not None:
-            logits = self._vocabulary.to_target(own)
+            logits = self._vocabulary.to_target(own_logits)
         logits = logits[:, : self._vocab_size]
         if not sequence.sampler.idle:  # penalties, bias and bans may name a token that a cut head leaves out
             logits = F.pad(logits, (0, self._vocab_size - logits.shape[1]), value=-math.inf)
-        scores = sequence.sampler.scores(logits, ways)
+        scores = sequence.sampler.scores(logits, token_paths)
         top = scores.topk(self._num_children, dim=-1)
         if sequence.ranks is None:
             chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
-            if self._vocabulary is not None:  # what it would say in a token of its own is no child's
-                chances = chances + self._vocabulary.share(own)
+            if self._vocabulary is not None:  # the chance of tokens that only the draft has belongs to no child
+                chances = chances + self._vocabulary.share(own_logits)
         else:
             chances = torch.tensor(sequence.ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
         return chances.where(top.values > -math.inf, -math.inf), top.indices

@@ -1,11 +1,11 @@
-"""`DraftTree`: a drafter's own tree of candidates for one request, likeliest node first. No model in it.
+"""`DraftTree`: a drafter's own tree of candidates for one request, likeliest node first, without a model.
 
-Nothing is pruned: what was found stays open until it is expanded, so a branch that was passed over can be grown at any
-time. Only those children become nodes, and are published, that the target reaches with some chance; the others are
-held back until the root has come near enough. A correction that lies in the tree re-roots it, and every surviving node
-keeps its KV slot; one that does not drops the tree and starts a new epoch at the last committed token.
+Nothing is pruned: a node stays open until it is expanded, so that a branch can be grown at any time. Only children that
+the target reaches with some chance become nodes and are published. The others are held back until the root has come
+near enough. A correction inside the tree moves the root, and every surviving node keeps its KV slot. A correction
+outside drops the tree and starts a new epoch at the last committed token.
 
-Dead nodes are dropped with each correction, in one pass; a step looks at nothing but the nodes that it makes.
+Dead nodes are dropped with each correction, in one pass; a step touches only the nodes that it makes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import NamedTuple, TypeAlias
 from langchain_card.core.messages import Proposal
 
 NUM_CHILDREN = 16
-"""Children found of each expanded node, at most. Whatever is not among them is a miss."""
+"""Children that are kept of each expanded node, at most. Any other token is a miss."""
 
 MIN_CHANCE = 0.001
-"""Children below it are not kept."""
+"""Children with a smaller chance are not kept."""
 
 FLOOR = math.log(1e-4)
-"""Children are held back while the target reaches them, from the root, with a smaller log chance (docs/LOG.md)."""
+"""Children are held back while the target reaches them, from the root, with a smaller log chance."""
 
 HELD_BACK = -1
-"""In the place of a child's node."""
+"""Stands in place of a child's node."""
 
 MAX_NODES = 8192
-"""Nodes of one epoch; beyond it the living ones are numbered anew."""
+"""Nodes of one epoch; beyond this number the living ones are numbered anew."""
 
 
 class Applied(NamedTuple):
-    """What a correction changed.
+    """The changes that a correction made.
 
     Attributes:
-        token_ids: tokens that are new.
+        token_ids: the new tokens.
         slots: KV slots of those that had been forwarded, in order.
-        ranks: for each expanded node that was committed, the rank of the child that came true; None when none did.
+        ranks: for each expanded node that was committed, the rank of the child that came true, or None.
     """
 
     token_ids: Sequence[int] = ()
@@ -48,26 +48,26 @@ class Applied(NamedTuple):
 
 
 _HeldBack: TypeAlias = tuple[float, int, int, Sequence[int], Sequence[float]]
-"""The likeliest child held back: its negated score, its parent, its rank; tokens and scores of all children."""
+"""The likeliest child held back: negated score, parent and rank; and the tokens and scores of all children."""
 
 
 class DraftTree:
-    """One request as a drafter sees it.
+    """The candidates of one drafter for one request.
 
     Args:
         prompt_ids: at least one token.
         output_ids: tokens of the answer so far.
-        num_slots: unverified nodes that may hold KV at once.
+        num_slots: nodes that may hold KV at once.
 
     Attributes:
         output_ids: answer tokens applied.
         epoch: see `core.messages.Proposal`.
         tokens, parents: [nodes].
-        scores, reached: [nodes] log chance that the target picks the token after its parent; the sum down to it.
+        scores, reached: [nodes] log chance that the target picks the token after its parent; its sum from the root on.
         root: node of the last applied token.
-        children: of each living node that was expanded, likeliest first: by token the node, or `HELD_BACK`.
-        slots: of each living node that was forwarded.
-        published: nodes of this epoch that were published, or stand for the last token applied.
+        children: the children of each living, expanded node, likeliest first: token -> node, or `HELD_BACK`.
+        slots: KV slot of each living node that was forwarded.
+        published: number of nodes of this epoch that were published, or stand for applied tokens.
         free_slots: KV slots without a node.
     """
 
@@ -81,13 +81,13 @@ class DraftTree:
         self._start_epoch()
 
     def copy(self) -> DraftTree:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = DraftTree.__new__(DraftTree)
         copied.prompt_ids, copied.num_slots = self.prompt_ids, self.num_slots
         copied.epoch, copied.root, copied.published = self.epoch, self.root, self.published
         copied.children = {node: children.copy() for node, children in self.children.items()}
         names = ("output_ids", "tokens", "parents", "scores", "reached", "slots", "free_slots")
-        for name in (*names, "_open", "_held_back", "_ways"):
+        for name in (*names, "_open", "_held_back", "_slot_paths"):
             setattr(copied, name, getattr(self, name).copy())
         return copied
 
@@ -99,7 +99,7 @@ class DraftTree:
         return sorted(node for _, node in self._open if node not in self.children)
 
     def apply(self, start: int, token_ids: Sequence[int]) -> Applied:
-        """The answer's tokens from `start` on are `token_ids`: a hit re-roots the tree, a miss drops it."""
+        """Apply the answer's tokens from `start` on: a hit moves the root, a miss drops the tree."""
         known = len(self.output_ids)
         if not start <= known < start + len(token_ids):
             return Applied()  # nothing new, or an earlier correction was lost: the next one repeats it
@@ -123,26 +123,26 @@ class DraftTree:
         return Applied(new, slots, ranks)
 
     def choose(self, width: int, min_chance: float = 0.0) -> list[int]:
-        """Takes the likeliest open nodes, at most `width`, that are reached with `min_chance`, to be expanded.
+        """Take the likeliest open nodes, at most `width`, that are reached with `min_chance`, to be expanded.
 
-        The root alone while it is open.
+        While the root is open, it is taken alone.
         """
         if self.root not in self.children:
             return [self.root]
         least = self.reached[self.root] + math.log(min_chance) if min_chance else -math.inf
         room, chosen = min(width, len(self.free_slots)), list[int]()
         while self._open and len(chosen) < room and -self._open[0][0] >= least:
-            if (node := heapq.heappop(self._open)[1]) not in self.children:  # else it was on the way to another
+            if (node := heapq.heappop(self._open)[1]) not in self.children:  # else it was expanded meanwhile
                 chosen.append(node)
         return chosen
 
     def known(self, parent: int, token: int) -> int | None:
-        """The node of a published child; None where there is none."""
+        """Return the node of a published child, or None."""
         node = self.children[parent].get(token, HELD_BACK)
         return None if node == HELD_BACK else node
 
     def follow(self, token_ids: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """Takes tokens below the root for true, as far as its nodes are expanded: the last node, and what is left."""
+        """Follow tokens below the root as far as nodes are expanded; return the last node, and the tokens left over."""
         node = self.root
         for i, token in enumerate(token_ids):
             if node not in self.children:
@@ -151,13 +151,13 @@ class DraftTree:
         return node, ()
 
     def adopt(self, parent: int, token: int) -> int:
-        """The node of a child, made where it is not published."""
+        """Return the node of a child; make it if it is not published."""
         if (node := self.known(parent, token)) is None:
             node = self.children[parent][token] = self._append(parent, token, math.log(MIN_CHANCE))
         return node
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the first one below the root down to `node`."""
+        """Return the nodes from the first one below the root down to `node`."""
         nodes: list[int] = []
         while node != self.root:
             nodes.append(node)
@@ -165,19 +165,19 @@ class DraftTree:
         return nodes[::-1]
 
     def place(self, node: int) -> tuple[int, ...]:
-        """Gives a node a slot; the slots on its path, all of which were forwarded."""
+        """Give a node a KV slot; return the slots on its path, all of whose nodes were forwarded."""
         self.slots[node] = self.free_slots.pop()
-        return self._way(node)
+        return self._slot_path(node)
 
-    def _way(self, node: int) -> tuple[int, ...]:
+    def _slot_path(self, node: int) -> tuple[int, ...]:
         if node == self.root:
             return ()
-        if node not in self._ways:
-            self._ways[node] = (*self._way(self.parents[node]), self.slots[node])
-        return self._ways[node]
+        if node not in self._slot_paths:
+            self._slot_paths[node] = (*self._slot_path(self.parents[node]), self.slots[node])
+        return self._slot_paths[node]
 
     def expand(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
-        """Takes the children of a node, likeliest first; `scores` are conditional on it."""
+        """Add the children of a node, likeliest first; `scores` are conditional on the node."""
         self.children[parent] = dict.fromkeys(token_ids, HELD_BACK)
         self._add(parent, 0, token_ids, scores)
 
@@ -192,7 +192,7 @@ class DraftTree:
         elapsed: float = 0.0,
         reading: float = 0.0,
     ) -> Proposal:
-        """All nodes of this epoch that were not published yet; see `core.messages.Proposal`."""
+        """Return a proposal of all nodes of this epoch that were not published yet; see `core.messages.Proposal`."""
         first, self.published = self.published, len(self.tokens)
         parents = tuple(self.parents[first:])
         return Proposal(
@@ -214,11 +214,11 @@ class DraftTree:
         )
 
     def _add(self, parent: int, rank: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
-        """Makes nodes of the children from `rank` on that are likely enough, and of the first of all."""
+        """Make nodes of the children from `rank` on that are likely enough, and always of the first child."""
         children, reached = self.children[parent], self.reached[parent]
         least = self.reached[self.root] + FLOOR - reached
         while rank < len(scores) and ((score := scores[rank]) >= least or not rank):
-            if children[token_ids[rank]] == HELD_BACK:  # else it was adopted since
+            if children[token_ids[rank]] == HELD_BACK:  # else it was adopted meanwhile
                 children[token_ids[rank]] = self._append(parent, token_ids[rank], score)
             rank += 1
         if rank < len(scores):
@@ -244,20 +244,20 @@ class DraftTree:
         self.children: dict[int, dict[int, int]] = {}
         self.free_slots += self.slots.values()
         self.slots.clear()
-        self._ways: dict[int, tuple[int, ...]] = {}  # slots from below the root down to a node
-        self._open: list[tuple[float, int]] = []  # heaps: of nodes,
-        self._held_back: list[_HeldBack] = []  # and of expanded nodes, by their next child
+        self._slot_paths: dict[int, tuple[int, ...]] = {}  # node -> slots from below the root down to it
+        self._open: list[tuple[float, int]] = []  # a heap of nodes
+        self._held_back: list[_HeldBack] = []  # a heap of expanded nodes, by their next child
 
     def _re_root(self, path: Sequence[int]) -> None:
-        """Moves the root down `path`; what hangs beside it is dead."""
+        """Move the root down `path`; everything beside it is dead."""
         self.root = path[-1]
-        self.published = max(self.published, self.root + 1)  # it may be new since the last step: it is committed now
+        self.published = max(self.published, self.root + 1)  # the root may be unpublished: it is committed now
         living = [self.root]
         for node in living:
             if node in self.children:
                 living += self.children[node].values()
         self.children = {node: self.children[node] for node in living if node in self.children}
-        slots, self._ways = self.slots, {}
+        slots, self._slot_paths = self.slots, {}
         self.slots = {node: slots[node] for node in self.children if node != self.root}
         self.free_slots += [slot for node, slot in slots.items() if node not in self.slots]
         self._open = [entry for entry in self._open if self.parents[entry[1]] in self.children]
@@ -271,7 +271,7 @@ class DraftTree:
             self._renumber()
 
     def _renumber(self) -> None:
-        """Starts an epoch with the nodes that are alive; the next proposal repeats them."""
+        """Start an epoch with the living nodes; the next proposal repeats them."""
         below = {child for children in self.children.values() for child in children.values()} - {HELD_BACK}
         alive = [self.root, *sorted(below)]
         new = {node: i for i, node in enumerate(alive)}
@@ -281,13 +281,13 @@ class DraftTree:
         self.tokens = [self.tokens[node] for node in alive]
         self.scores = [self.scores[node] for node in alive]
         self.reached = [self.reached[node] for node in alive]
-        self._ways = {}
+        self._slot_paths = {}
         self.slots = {new[node]: slot for node, slot in self.slots.items()}
         self.children = {
             new[node]: {token: new.get(child, HELD_BACK) for token, child in children.items()}
             for node, children in self.children.items()
         }
-        self._open = [(score, new[node]) for score, node in self._open]  # in the same order: still heaps
+        self._open = [(score, new[node]) for score, node in self._open]  # the order stays: still heaps
         self._held_back = [
             (score, new[node], rank, tokens, scores) for score, node, rank, tokens, scores in self._held_back
         ]

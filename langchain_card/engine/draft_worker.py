@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from langchain_card.core.drafter_state import makes_sense
+from langchain_card.core.drafter_state import is_valid
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
 from langchain_card.engine.liveness import StepWatch
 from langchain_card.errors import is_out_of_memory
@@ -127,7 +127,7 @@ class DraftWorker:
 
     def _answers(self, budgets: Sequence[Budget], said: Sequence[Proposal]) -> list[Proposal]:
         """What can be used of what the drafter said, and empty proposals where it has no answer: who asked waits."""
-        heard = [p for p in said if isinstance(p, Proposal) and makes_sense(p) and self._is_of_here(p)]
+        heard = [p for p in said if isinstance(p, Proposal) and is_valid(p) and self._is_of_here(p)]
         answered = {(p.request_id, p.applied_len) for p in heard}
         wanted = [(budget.request_id, self.applied[budget.request_id]) for budget in budgets]
         nothing = [_nothing(self.drafter.name, *each) for each in wanted if each not in answered]

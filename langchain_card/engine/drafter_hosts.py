@@ -16,8 +16,8 @@ import torch
 from langchain_card import plugins
 from langchain_card.config import EngineConfig, Level, Limits
 from langchain_card.core.messages import Proposal
-from langchain_card.core.query import Source
-from langchain_card.drafters.lower_level import Below
+from langchain_card.core.query import DrafterTraits
+from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.plugin_drafters import Chosen, source_of
@@ -79,7 +79,7 @@ def transport_makers(
     setting: Setting,
     beside: Sequence[Chosen],
     below: Chosen | None,
-) -> dict[Source, Callable[[Driver], Transport]]:
+) -> dict[DrafterTraits, Callable[[Driver], Transport]]:
     """For each drafter what makes its transport, with a fresh worker behind it.
 
     Args:
@@ -94,7 +94,7 @@ def transport_makers(
     Raises:
         InvalidInputError: a drafter should have a process, and msgspec is not installed.
     """
-    makers: dict[Source, Callable[[Driver], Transport]] = {}
+    makers: dict[DrafterTraits, Callable[[Driver], Transport]] = {}
     for chosen in beside:
         make = functools.partial(_here, chosen.make, threads)
         if chosen.source.paced and config.draft_transport == "process" and _check_process():
@@ -143,10 +143,10 @@ def _model_drafter(
     vocab_size: int,
     constrain: Callable[[str], Constraint] | None = None,
     vocabulary: VocabularyMap | None = None,
-    below: Below | None = None,
+    lower: LowerLevel | None = None,
 ) -> ModelDrafter:
     runner.pool.forget()  # what one that died had left there
-    return ModelDrafter(runner, vocab_size=vocab_size, constrain=constrain, vocabulary=vocabulary, below=below)
+    return ModelDrafter(runner, vocab_size=vocab_size, constrain=constrain, vocabulary=vocabulary, lower=lower)
 
 
 def _stack(
@@ -157,16 +157,16 @@ def _stack(
     lowest: Chosen | None,
 ) -> ModelDrafter:
     """The draft model, which is the first of the runners, with all levels below it, made from the lowest up."""
-    below, left = None, [*zip(runners, vocabularies, strict=True)]
+    lower, left = None, [*zip(runners, vocabularies, strict=True)]
     for level in reversed(levels):
-        if lowest is not None and below is None:
+        if lowest is not None and lower is None:
             drafter = lowest.make()
         else:
             runner, vocabulary = left.pop()
-            drafter = _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, below)
-        below = Below(drafter, level.block, setting.vocab_size)
+            drafter = _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, lower)
+        lower = LowerLevel(drafter, level.block, setting.vocab_size)
     runner, vocabulary = left.pop()
-    return _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, below)
+    return _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, lower)
 
 
 def _here(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> Transport:

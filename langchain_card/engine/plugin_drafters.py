@@ -9,7 +9,7 @@ from typing import Any
 from langchain_card import plugins
 from langchain_card.config import LEAST_NGRAM_BYTES, NGRAM, EngineConfig
 from langchain_card.core.messages import TARGET
-from langchain_card.core.query import Source
+from langchain_card.core.query import DrafterTraits
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Drafter, Setting
@@ -95,6 +95,7 @@ def _shared(setting: Setting, names: list[str]) -> Setting:
     return replace(setting, limits=replace(setting.limits, max_ngram_bytes=most // count))
 
 
-def source_of(factory: Any) -> Source:
+def source_of(factory: Any) -> DrafterTraits:
     """A drafter's class as the core sees what it makes."""
-    return Source(factory.name, paced=factory.paced, of_grammars=getattr(factory, "of_grammars", False))
+    optional = {name: getattr(factory, name, False) for name in ("from_model", "of_grammars")}
+    return DrafterTraits(factory.name, factory.paced, **optional)

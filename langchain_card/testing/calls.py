@@ -11,7 +11,7 @@ import pytest
 
 from langchain_card import plugins
 from langchain_card.core.messages import Proposal
-from langchain_card.drafters.lower_level import Below, Question
+from langchain_card.drafters.lower_level import GuessRequest, LowerLevel
 from langchain_card.ports import Budget, Drafter, Setting
 from langchain_card.runtime import threads
 from langchain_card.testing import prompts
@@ -216,10 +216,10 @@ class DrafterContract:
                         return  # it may not work below another one
                     live(drafter, others, VOCAB)
                     drafter.begin(text.request, text.answer[:begun])
-                    question = Question(text.request.request_id, begun, text.answer[begun : begun + assumed], 4)
-                    once, again = (Below(drafter, 4, VOCAB).ask([question])[0] for _ in range(2))
-                    said.append(sorted(once.guesses(0, 1, lambda _: True)))
-                    assert bool(said[-1]) == bool(again.guesses(0, 1, lambda _: True)), (
+                    question = GuessRequest(text.request.request_id, begun, text.answer[begun : begun + assumed], 4)
+                    once, again = (LowerLevel(drafter, 4, VOCAB).guess([question])[0] for _ in range(2))
+                    said.append(sorted(once.rows(0, 1, lambda _: True)))
+                    assert bool(said[-1]) == bool(again.rows(0, 1, lambda _: True)), (
                         f"{begun} tokens told and {assumed} assumed: asked twice, it speaks once (Budget.whole)"
                     )
                     drafter.close()

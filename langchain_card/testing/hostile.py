@@ -125,7 +125,7 @@ def _requests(liar: Lying, p: Proposal) -> list[Proposal]:
 
 
 def _times(liar: Lying, p: Proposal) -> list[Proposal]:
-    return [replace(p, elapsed=-1.0, forwarded=10**9, together=1, steps=0), replace(p, elapsed=1e30, reading=math.nan)]
+    return [replace(p, elapsed=-1.0, forwarded=10**9, together=1, layers=0), replace(p, elapsed=1e30, reading=math.nan)]
 
 
 def _types(liar: Lying, p: Proposal) -> list[Proposal]:

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from langchain_card.core.drafter_state import MAX_NUMBER, MAX_SECONDS, makes_sense
+from langchain_card.core.drafter_state import MAX_NUMBER, MAX_SECONDS, is_valid
 from langchain_card.core.messages import Proposal
 from langchain_card.ports import Budget, Drafter
 from langchain_card.testing.prompts import Text
@@ -67,7 +67,7 @@ class Heard:
             self._nodes.append((*above, token))
         wrong = [number for number in p.expanded if not 0 <= number < len(self._nodes)]
         assert not wrong, f"expanded has {wrong}, which are no nodes"
-        assert makes_sense(p), f"the engine would refuse {p}"
+        assert is_valid(p), f"the engine would refuse {p}"
         self.count += len(p.token_ids)
         self.forwarded += p.forwarded
 
@@ -91,7 +91,7 @@ class Heard:
         assert p.source == self.name, f"source = {p.source!r}: it must be the drafter's name, {self.name!r}"
         assert p.request_id == self.request_id, f"request_id = {p.request_id}: asked for was {self.request_id}"
         assert len(p.parents) == len(p.token_ids) == len(p.scores), "parents, token_ids, scores must be of one length"
-        whole = (p.epoch, p.root, p.first, p.applied_len, p.forwarded, p.together, p.layers, p.steps)
+        whole = (p.epoch, p.root, p.first, p.applied_len, p.forwarded, p.together, p.layers)
         for number in (*whole, *p.parents, *p.token_ids, *p.expanded):
             assert type(number) is int, f"{number!r} is a {type(number).__name__}: all but scores and times must be int"
         assert p.first + len(p.token_ids) <= MAX_NUMBER, f"an epoch may number {MAX_NUMBER:,} nodes: raise epoch"
@@ -101,7 +101,6 @@ class Heard:
             assert type(score) in (int, float) and score <= 0 and not math.isnan(score), (
                 f"scores has {score!r}: each is the logarithm of a chance, a float of at most 0"
             )
-        assert p.steps == 1, f"steps = {p.steps}: each call of step is one"
         assert 0 <= p.forwarded <= p.together, f"forwarded = {p.forwarded}, together = {p.together}: 0 <= one <= other"
         for seconds in (p.elapsed, p.reading):
             assert type(seconds) in (int, float), f"elapsed or reading is a {type(seconds).__name__}, not a float"

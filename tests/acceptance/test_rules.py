@@ -10,7 +10,7 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.query import Source
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import ExactRule
 
@@ -40,7 +40,7 @@ class Scripted(ExactRule):
 
 def second_round(rule: ExactRule) -> tuple[list[m.Effect], list[m.Effect], Coordinator]:
     """What comes of two requests' second windows; the target chooses `OWN` in both."""
-    core = Coordinator([Source("toy", False)], Limits(max_num_seqs=2), Controller(shared_device=True), rule=rule)
+    core = Coordinator([DrafterTraits("toy", False)], Limits(max_num_seqs=2), Controller(shared_device=True), rule=rule)
     for i in range(2):
         core.handle(m.Submitted(Request(i, (1, 2), SamplingParams(max_tokens=9)), 0.0))
     for ids, now in (((10, 0, 0), 0.0), (OWN, 1.0)):
@@ -50,7 +50,7 @@ def second_round(rule: ExactRule) -> tuple[list[m.Effect], list[m.Effect], Coord
             for w in verify.windows
         ]
         for i in range(2 if now == 0.0 else 0):
-            again = core.scheduler.running[i].sources["toy"].incarnation
+            again = core.scheduler.running[i].drafters["toy"].incarnation
             chain = m.Proposal("toy", i, 0, 0, 1, 1, (0, 1), DRAFTED, (-0.1, -0.1), incarnation=again)
             core.handle(m.Proposed(chain, 0.0))
     return heard[0], heard[1], core

@@ -19,7 +19,7 @@ from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Limits, Pins
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.lower_level import LowerLevel
 from tests.simulation import ToyDrafter, ToyTarget
 from tests.simulation.simulated import simulate
 from tests.support import tiny
@@ -120,10 +120,10 @@ class Chain:
 
 def played(chances: Sequence[float], curves: Sequence[Callable[[float], float]], blocks: Sequence[int]) -> float:
     """Seconds per token of the real coordinator over the real stack, on a virtual clock."""
-    script, below = Chain(chances), None
+    script, lower = Chain(chances), None
     for level, (curve, block) in enumerate(zip(curves[:-1], blocks, strict=True)):
-        drafter = ToyDrafter(script, number=level, step_time=curve, below=below, num_slots=64)
-        below = Below(drafter, block)
+        drafter = ToyDrafter(script, number=level, step_time=curve, lower=lower, num_slots=64)
+        lower = LowerLevel(drafter, block)
     lead = blocks[-1]
     policy = Controller(True, Limits(), Pins(draft_width=1, lead=lead, window=lead + 1))
     params = SamplingParams(max_tokens=1500, schedule="sequential")

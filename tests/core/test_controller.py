@@ -20,9 +20,9 @@ def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float
     """A controller that has seen these step times and one token in `per_token` seconds."""
     policy, load = Controller(shared_device=schedule == "sequential"), Load(schedule)  # type: ignore[arg-type]
     for nodes, elapsed in draft.items():
-        policy.saw_draft_step(load, nodes, nodes, elapsed, 1)
+        policy.observe_draft_step(load, nodes, nodes, elapsed, 1)
     for rows, elapsed in target.items():
-        policy.saw_pass(load, 1, rows, 1, elapsed, per_token)
+        policy.observe_pass(load, 1, rows, 1, elapsed, per_token)
     return policy
 
 
@@ -43,11 +43,11 @@ def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> 
 
 
 def test_a_node_is_expanded_when_its_row_costs_less_than_it_saves() -> None:
-    free = learnt("parallel", {1: 0.01, 5: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
-    dear = learnt("parallel", {1: 0.01, 5: 0.02}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=True)
+    free = learnt("parallel", {1: 0.01, 5: 0.01}, {1: 0.1}, 0.05).grant(Load("parallel"), hit=True)
+    dear = learnt("parallel", {1: 0.01, 5: 0.02}, {1: 0.1}, 0.05).grant(Load("parallel"), hit=True)
     assert free.min_chance == MIN_CHANCE and dear.min_chance == pytest.approx(0.25)
     assert free.widths == (Limits().max_draft_width,) * Limits().max_lead
-    missed = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05).leave(Load("parallel"), hit=False)
+    missed = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05).grant(Load("parallel"), hit=False)
     assert missed.widths[:3] == (1, 1, Limits().max_draft_width), "narrow after a miss, then wide"
 
 
@@ -55,19 +55,19 @@ def test_leave_is_for_layers_whatever_a_step_brings() -> None:
     """A draft above another drafter gets as many steps as bring the largest lead."""
     policy, load = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05), Load("parallel")
     for _ in range(100):
-        policy.saw_draft_step(load, 5, 5, 0.01, 4)
-    assert len(policy.leave(load, hit=True).widths) in (4, 5), "16 layers, by steps of 4"
+        policy.observe_draft_step(load, 5, 5, 0.01, 4)
+    assert len(policy.grant(load, hit=True).widths) in (4, 5), "16 layers, by steps of 4"
     for _ in range(100):
-        policy.saw_draft_step(load, 50, 50, 0.01, 50)
-    assert len(policy.leave(load, hit=True).widths) == 1
+        policy.observe_draft_step(load, 50, 50, 0.01, 50)
+    assert len(policy.grant(load, hit=True).widths) == 1
 
 
 def test_requests_that_share_draft_steps_make_them_cheap() -> None:
     """Rows cost nothing in steps of 8 and of 16 nodes, though one request's share of them differs."""
     load, policy = Load("parallel", 8), Controller(shared_device=False)
     for nodes, together in ((1, 8), (2, 8), (2, 16), (4, 16)):
-        policy.saw_draft_step(load, nodes, together, 0.01 * nodes / together, 1)
-    assert policy.leave(load, hit=True).min_chance == MIN_CHANCE
+        policy.observe_draft_step(load, nodes, together, 0.01 * nodes / together, 1)
+    assert policy.grant(load, hit=True).min_chance == MIN_CHANCE
     assert policy.costs_of(load).draft_share(1) == pytest.approx(0.01 / policy.costs_of(load).sharing.value)
 
 
@@ -86,7 +86,7 @@ def test_requests_that_are_verified_together_compete_for_rows() -> None:
     load = Load("parallel", 2)
     policy = Controller(shared_device=False)
     for rows, elapsed in ((2, 0.10), (4, 0.104), (6, 0.18)):
-        policy.saw_pass(load, 2, rows, 2, elapsed, 0.10)
+        policy.observe_pass(load, 2, rows, 2, elapsed, 0.10)
     assert policy.windows(load, [[0.9, 0.8, 0.3], [0.2, 0.1]]) == [2, 0], "two rows are cheap, and go to the likely"
     alone = Load("parallel", 1)
     assert policy.windows(alone, [[0.9, 0.8, 0.3]]) == [3], "of one request alone nothing is known yet"
@@ -95,7 +95,7 @@ def test_requests_that_are_verified_together_compete_for_rows() -> None:
 def test_what_is_pinned_is_not_decided() -> None:
     pinned = Controller(shared_device=False, pins=Pins(draft_width=3, window=2, lead=2))
     load = Load("parallel")
-    assert set(pinned.leave(load, hit=True).widths) == {3}
+    assert set(pinned.grant(load, hit=True).widths) == {3}
     assert pinned.windows(load, [[0.01, 0.01]]) == [1]
     assert pinned.draft_pays(load, Frontier([0.01]), 1) and not pinned.draft_pays(load, Frontier([0.99]), 2)
     with pytest.raises(InvalidInputError, match="draft_width"):
@@ -128,18 +128,18 @@ def test_one_slow_step_does_not_end_speculation(schedule: Schedule, cold: tuple[
 
 def test_what_never_pays_is_tried_less_and_less() -> None:
     load, policy = Load("sequential"), Controller(shared_device=True)
-    policy.saw_draft_step(load, 1, 1, 1.0, 1)
-    policy.saw_pass(load, 1, 2, 1, 5.0, 0.1)
-    policy.saw_pass(load, 1, 1, 1, 0.1, 0.1)
+    policy.observe_draft_step(load, 1, 1, 1.0, 1)
+    policy.observe_pass(load, 1, 2, 1, 5.0, 0.1)
+    policy.observe_pass(load, 1, 1, 1, 0.1, 0.1)
     drafted, verified = [], []
     for number in range(1, 300):
         candidates = [0.9] if policy.draft_pays(load, Frontier([0.9]), 0) else []
         if candidates:
             drafted.append(number)
-            policy.saw_draft_step(load, 1, 1, 1.0, 1)
+            policy.observe_draft_step(load, 1, 1, 1.0, 1)
         (width,) = policy.windows(load, [candidates])
         verified += [number] * width
-        policy.saw_pass(load, 1, 1 + width, 1, 5.0 if width else 0.1, 5.0 if width else 0.1)
+        policy.observe_pass(load, 1, 1 + width, 1, 5.0 if width else 0.1, 5.0 if width else 0.1)
     assert drafted == [31, 31 + 64, 31 + 64 + 128]
     assert set(verified) <= set(drafted)
 
@@ -148,7 +148,7 @@ def test_a_trial_that_is_due_does_not_stand_in_the_way_of_what_pays() -> None:
     """Where prompt lookup keeps candidates coming, a lead is always there."""
     load, policy = Load("sequential"), learnt("sequential", {1: 0.02}, {1: 0.10, 4: 0.13}, 0.10)
     for _ in range(40):
-        policy.saw_pass(load, 1, 4, 2, 0.13, 0.13)
+        policy.observe_pass(load, 1, 4, 2, 0.13, 0.13)
     assert policy.draft_pays(load, Frontier([0.9]), 3) and not policy.draft_pays(load, Frontier([0.1]), 3)
     assert policy.draft_pays(load, Frontier([0.1]), 0), "the trial"
 
@@ -157,10 +157,10 @@ def test_requests_that_wait_are_not_in_the_pass() -> None:
     """Four run, one is verified: its candidates came true, so they go on being verified."""
     load, policy = Load("sequential", 4), Controller(shared_device=True)
     for rows, elapsed in ((1, 0.10), (4, 0.13)):
-        policy.saw_pass(load, 1, rows, 1, elapsed, 0.10)
+        policy.observe_pass(load, 1, rows, 1, elapsed, 0.10)
     for _ in range(50):
         assert policy.windows(load, [[0.9]]) == [1]
-        policy.saw_pass(load, 1, 2, 2, 0.11, 0.11)
+        policy.observe_pass(load, 1, 2, 2, 0.11, 0.11)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
@@ -178,11 +178,11 @@ def test_the_time_per_token_is_that_of_all_answers_together(schedule: Schedule) 
 class Told(Controller):
     """Writes the times between passes down."""
 
-    def saw_pass(
+    def observe_pass(
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
         self.since = [*getattr(self, "since", []), since_last or 0.0]
-        super().saw_pass(load, requests, rows, tokens, elapsed, since_last)
+        super().observe_pass(load, requests, rows, tokens, elapsed, since_last)
 
 
 def measured(parallel: tuple[float, float, float], sequential: tuple[float, float, float], hits: int) -> Controller:
@@ -191,11 +191,11 @@ def measured(parallel: tuple[float, float, float], sequential: tuple[float, floa
     for schedule, (one, eight, step) in (("parallel", parallel), ("sequential", sequential)):
         load = Load(schedule)  # type: ignore[arg-type]
         for _ in range(40):
-            policy.saw_pass(load, 1, 1, 1, one, one)
-            policy.saw_pass(load, 1, 8, 4, eight, eight)
-            policy.saw_draft_step(load, 1, 1, step, 1)
+            policy.observe_pass(load, 1, 1, 1, one, one)
+            policy.observe_pass(load, 1, 8, 4, eight, eight)
+            policy.observe_draft_step(load, 1, 1, step, 1)
     for i in range(600):
-        policy.saw_token(hit=i % 10 < hits, first=i % 10 < hits)
+        policy.observe_token(hit=i % 10 < hits, first=i % 10 < hits)
     return policy
 
 

@@ -15,8 +15,8 @@ from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.drafter_state import SourceState, makes_sense
-from langchain_card.core.query import Source
+from langchain_card.core.drafter_state import DrafterState, is_valid
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import ExactRule
 from langchain_card.drafters.tree import DraftTree
@@ -65,23 +65,27 @@ def test_siblings_of_drafters_that_disagree_share_one_chance() -> None:
 
 def test_who_knows_has_the_last_word() -> None:
     """Whatever others say of a candidate, before or after: listed by a model it has the model's chance."""
-    text = {"source": "text", "judged": (math.log(0.6), math.log(0.02))}
+    text = {"source": "text", "trusted_logps": (math.log(0.6), math.log(0.02))}
     for text_first in (False, True):
         tree = CandidateTree(0)
         if text_first:
             tree.insert(0, 1, math.log(0.9), **text)  # type: ignore[arg-type]
-        node = tree.insert(0, 1, math.log(0.3), "model", knows=True)
+        node = tree.insert(0, 1, math.log(0.3), "model", from_model=True)
         assert tree.insert(0, 1, math.log(0.9), **text) == node  # type: ignore[arg-type]
         tree.insert(0, 2, math.log(0.9), **text)  # type: ignore[arg-type]
-        tree.insert(0, 3, math.log(0.4), "model", knows=True)
+        tree.insert(0, 3, math.log(0.4), "model", from_model=True)
         assert tree.best_subtree(9)[1] == pytest.approx([0.6 / 1.3, 0.4 / 1.3, 0.3 / 1.3])
-        tree.look([0])  # it has listed all that is likely
+        tree.mark_expanded([0])  # it has listed all that is likely
         assert [tree.tokens[node] for node in tree.best_subtree(9)[0]] == [3, 1, 2]
         assert tree.best_subtree(9)[1] == pytest.approx([0.4, 0.3, 0.02])
-        assert [tree.is_doubted(node) for node in tree.best_subtree(9)[0]] == [False, False, True]
+        assert [tree.is_unlisted(node) for node in tree.best_subtree(9)[0]] == [False, False, True]
         tree.advance(3)
         new = tree.sweep()
-        assert tree.looked == {new[0]} and tree.listed == {tree.root} and tree.doubted[tree.root] == math.log(0.4)
+        assert (
+            tree.expanded_by_model == {new[0]}
+            and tree.listed_by_model == {tree.root}
+            and tree.unlisted_logps[tree.root] == math.log(0.4)
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_a_stop_takes_back_what_lies_behind_it() -> None:
 
 
 def test_a_dead_drafter_ends_the_wait_at_once() -> None:
-    core = Coordinator([Source("toy", True)], Limits(), Controller(shared_device=True))
+    core = Coordinator([DrafterTraits("toy", True, True)], Limits(), Controller(shared_device=True))
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="sequential"), ()), 0.0))
     run_round(core, [5], 0.0)
     effects = core.handle(m.TargetReady(1.0))
@@ -132,12 +136,12 @@ def test_a_dead_drafter_ends_the_wait_at_once() -> None:
 
 def test_nobody_waits_for_a_drafter_that_has_nothing_to_say() -> None:
     """Under `parallel`, with leave for more steps: its text is longer than its context, say."""
-    core = Coordinator([Source("toy", True)], Limits(), FixedPolicy((1, 1, 1)))
+    core = Coordinator([DrafterTraits("toy", True, True)], Limits(), FixedPolicy((1, 1, 1)))
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="parallel"), ()), 0.0))
     run_round(core, [5], 0.0)
     assert core.handle(m.TargetReady(0.1)) == [m.Wait(1.1)]
     propose(core, [], 0, 1)
-    assert core.scheduler.running[0].sources["toy"].credits == 2
+    assert core.scheduler.running[0].drafters["toy"].granted == 2
     assert isinstance(core.handle(m.TargetReady(0.2))[-1], m.Verify)
 
 
@@ -152,7 +156,7 @@ def test_waiting_requests_are_forgotten_when_stopped() -> None:
 
 
 def test_a_pause_is_no_waiting() -> None:
-    core = Coordinator([Source("toy", True)], Limits(), FixedPolicy((1, 1, 1)))
+    core = Coordinator([DrafterTraits("toy", True, True)], Limits(), FixedPolicy((1, 1, 1)))
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="parallel"), ()), 0.0))
     run_round(core, [5], 0.0)
     assert core.handle(m.TargetReady(0.1)) == [m.Wait(1.1)]
@@ -184,10 +188,10 @@ def test_a_full_round_is_a_matter_of_a_millisecond(say: Callable[[str], None]) -
 
 def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]:
     """A core with 384 nodes in its tree and a window in flight, 256 more on their way, and the verdict."""
-    core = Coordinator([Source("toy", True)], limits, FixedPolicy())
+    core = Coordinator([DrafterTraits("toy", True, True)], limits, FixedPolicy())
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=900, schedule="parallel")), 0.0))
     run_round(core, [5], 0.0)
-    incarnation = core.scheduler.running[0].sources["toy"].incarnation
+    incarnation = core.scheduler.running[0].drafters["toy"].incarnation
 
     def grow(number: int) -> m.Proposal:
         """Nodes 4, 9, 14, ... make one long path; each has five children."""
@@ -208,9 +212,9 @@ def big_round(limits: Limits) -> tuple[Coordinator, list[m.Proposal], m.Verdict]
     return core, [grow(number) for number in range(12, 20)], m.Verdict(0, window.step_id, ids, 0.1)
 
 
-def test_two_corrections_without_a_step_between_leave_a_proposal_that_makes_sense() -> None:
+def test_two_corrections_without_a_step_between_leave_a_proposal_that_is_valid() -> None:
     """A child that was held back becomes a node with the first, and the root with the second: nobody was told of it."""
-    draft, core_tree, source = DraftTree((1,), (), 8), CandidateTree(1), SourceState()
+    draft, core_tree, source = DraftTree((1,), (), 8), CandidateTree(1), DrafterState()
     draft.expand(draft.root, (3, 2), (-5.0, -6.0))
     draft.expand(known(draft, draft.root, 3), (4, 5), (-0.1, -6.0))
     assert source.admit(first := draft.publish("toy", 0), core_tree, 10) and 5 not in first.token_ids
@@ -218,7 +222,7 @@ def test_two_corrections_without_a_step_between_leave_a_proposal_that_makes_sens
     draft.apply(1, (5,))
     draft.expand(draft.root, (6, 7), (-0.2, -2.0))
     proposal = draft.publish("toy", 0)
-    assert makes_sense(proposal) and proposal.token_ids == (6, 7) and set(proposal.parents) == {proposal.root}
+    assert is_valid(proposal) and proposal.token_ids == (6, 7) and set(proposal.parents) == {proposal.root}
 
 
 def known(draft: DraftTree, parent: int, token: int) -> int:
@@ -230,7 +234,10 @@ def known(draft: DraftTree, parent: int, token: int) -> int:
 def test_a_round_of_64_nodes_draft_tree_included(say: Callable[[str], None]) -> None:
     """A draft step over 64 nodes of three children each, beside a window of 64; the verdict; the next window."""
     limits = Limits(max_window=64, max_lead=64, max_draft_width=64, max_tree_nodes=16384)
-    core, draft = Coordinator([Source("toy", True)], limits, FixedPolicy((64,) * 64)), DraftTree((1,), (), 4096)
+    core, draft = (
+        Coordinator([DrafterTraits("toy", True, True)], limits, FixedPolicy((64,) * 64)),
+        DraftTree((1,), (), 4096),
+    )
     core.handle(m.Submitted(Request(0, (1,), SamplingParams(max_tokens=9000, schedule="parallel"), ()), 0.0))
     core.handle(m.TargetReady(0.0))
     state, times = core.scheduler.running[0], []
@@ -258,12 +265,12 @@ def step(core: Coordinator, draft: DraftTree) -> None:
     for node in nodes:
         token = draft.tokens[node]
         draft.expand(node, (token + 1, token + 10_000, token + 20_000), (-0.2, -2.0, -3.5))
-    incarnation = core.scheduler.running[0].sources["toy"].incarnation
+    incarnation = core.scheduler.running[0].drafters["toy"].incarnation
     core.handle(m.Proposed(replace(draft.publish("toy", 0, forwarded=len(nodes)), incarnation=incarnation), 0.0))
 
 
 def test_a_draft_that_is_far_ahead_is_given_no_more_steps() -> None:
-    core = Coordinator([Source("toy", True)], Limits(max_lead=4, max_window=1), FixedPolicy((1,) * 9))
+    core = Coordinator([DrafterTraits("toy", True, True)], Limits(max_lead=4, max_window=1), FixedPolicy((1,) * 9))
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="parallel")), 0.0))
     assert [e.widths for e in run_round(core, [5], 0.0) if isinstance(e, m.Grow)] == [(1, 1, 1, 1)]
     propose(core, [6, 7, 8, 9, 10, 11], 0, 1)

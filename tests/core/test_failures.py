@@ -9,7 +9,8 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.query import Source
+from langchain_card.core.drafter_state import is_valid
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from tests.support.rounds import coordinator, run_round
 
@@ -80,27 +81,39 @@ def test_out_of_memory_puts_the_youngest_back_and_fails_one_alone() -> None:
     assert list(core.scheduler.running) == [1] and core.scheduler.capacity == 2
 
 
-def test_malformed_proposals_change_nothing() -> None:
-    core = Coordinator([Source("toy", False)], Limits(), Controller(shared_device=True), vocab_size=50)
+GOOD = m.Proposal("toy", 0, 0, 0, 1, 1, (0,), (7,), (-0.1,), (0,))
+
+
+def test_stale_proposals_change_nothing() -> None:
+    """One of another incarnation, request, drafter or vocabulary, or about tokens that were never committed."""
+    core = Coordinator([DrafterTraits("toy", False)], Limits(), Controller(shared_device=True), vocab_size=50)
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9)), 0.0))
     run_round(core, [5], 0.0)
-    source = core.scheduler.running[0].sources["toy"]
-    good = m.Proposal("toy", 0, 0, 0, 1, 1, (0,), (7,), (-0.1,), (0,), incarnation=source.incarnation)
-    bad = [
-        {"incarnation": 0}, {"root": -1}, {"root": 5}, {"applied_len": 2}, {"applied_len": -1}, {"first": 0},
-        {"first": 10**9}, {"parents": (1,)}, {"parents": (-1,)}, {"parents": ()}, {"scores": ()}, {"expanded": (2,)},
-        {"expanded": (-1,)}, {"request_id": 9}, {"source": "nobody"}, {"token_ids": (-1,)}, {"token_ids": (50,)},
-        {"scores": (1.0,)}, {"scores": (math.nan,)}, {"scores": ("no",)}, {"token_ids": (7.5,)}, {"parents": (0.0,)},
-        {"epoch": "0"}, {"steps": 0}, {"steps": -(10**9)}, {"steps": 1.5}, {"elapsed": -1.0}, {"elapsed": 1e12},
-        {"elapsed": math.inf}, {"elapsed": math.nan}, {"elapsed": None}, {"forwarded": -1}, {"forwarded": 1},
-        {"reading": -1.0}, {"expanded": (None,)},
-    ]  # fmt: skip
+    drafter = core.scheduler.running[0].drafters["toy"]
+    good = replace(GOOD, incarnation=drafter.incarnation)
+    bad = [{"incarnation": 0}, {"applied_len": 2}, {"request_id": 9}, {"source": "other"}, {"token_ids": (50,)}]
     for fields in bad:
         core.handle(m.Proposed(replace(good, **fields), 0.0))  # type: ignore[arg-type]
-        assert source.lead(core.scheduler.running[0].tree) == 0 and source.credits == 1
+        assert drafter.lead(core.scheduler.running[0].tree) == 0 and drafter.granted == 1
     assert core.stale == len(bad)
     core.handle(m.Proposed(good, 0.0))
-    assert source.lead(core.scheduler.running[0].tree) == 1
+    core.handle(m.Proposed(good, 0.0))
+    assert drafter.lead(core.scheduler.running[0].tree) == 1 and core.stale == len(bad) + 1, "the second is a repeat"
+
+
+def test_malformed_proposals_are_not_valid() -> None:
+    """They end where a drafter's code returns them: in its worker, or in the level above it."""
+    bad = [
+        {"root": -1}, {"root": 5}, {"applied_len": -1}, {"first": 0}, {"first": 10**9}, {"parents": (1,)},
+        {"parents": (-1,)}, {"parents": ()}, {"scores": ()}, {"expanded": (2,)}, {"expanded": (-1,)},
+        {"token_ids": (-1,)}, {"scores": (1.0,)}, {"scores": (math.nan,)}, {"scores": ("no",)}, {"token_ids": (7.5,)},
+        {"parents": (0.0,)}, {"epoch": "0"}, {"layers": 0}, {"layers": 1.5}, {"elapsed": -1.0}, {"elapsed": 1e12},
+        {"elapsed": math.inf}, {"elapsed": math.nan}, {"elapsed": None}, {"forwarded": -1}, {"forwarded": 1},
+        {"reading": -1.0}, {"expanded": (None,)}, {"parents": [0]}, {"request_id": [1]}, {"source": None},
+    ]  # fmt: skip
+    assert is_valid(GOOD)
+    for fields in bad:
+        assert not is_valid(replace(GOOD, **fields)), fields  # type: ignore[arg-type]
 
 
 def test_a_request_that_kills_the_target_does_not_use_up_its_lives() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from langchain_card.core import coordinator, drafter_state, proposals, query
-from langchain_card.core import lifecycle as admission
+from langchain_card.core import coordinator, drafter_state, lifecycle, proposals, query
 from langchain_card.core import messages as m
 from langchain_card.core import walk as walking
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.drafter_state import SourceState
-from langchain_card.core.lifecycle import Admission
+from langchain_card.core.drafter_state import DrafterState
+from langchain_card.core.lifecycle import Lifecycle
 from langchain_card.core.proposals import Intake
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.scheduler import Scheduler
@@ -54,7 +53,7 @@ def replaced(function: Callable[..., Any], old: str, new: str, module: Any) -> A
 
 def remove_incarnations(monkeypatch: Patch) -> None:
     old = "proposal.incarnation != self.incarnation or "
-    monkeypatch.setattr(SourceState, "_admits", replaced(SourceState._admits, old, "", drafter_state))
+    monkeypatch.setattr(DrafterState, "_admits", replaced(DrafterState._admits, old, "", drafter_state))
     monkeypatch.setattr(Intake, "is_current", lambda self, source, proposal: source is not None)
 
 
@@ -62,7 +61,7 @@ def remove_incarnations(monkeypatch: Patch) -> None:
 def test_planted_no_epoch_fence(monkeypatch: Patch) -> None:
     """All trees of a drafter share one numbering, whichever of them a proposal is from."""
     monkeypatch.setattr(
-        SourceState, "admit", replaced(SourceState.admit, "proposal.epoch > self.epoch", "False", drafter_state)
+        DrafterState, "admit", replaced(DrafterState.admit, "proposal.epoch > self.epoch", "False", drafter_state)
     )
     caught("wrong prefix", faults=("lose", "repeat"), often=0.1)
 
@@ -83,9 +82,9 @@ def test_planted_stale_verdict_accepted(monkeypatch: Patch) -> None:
 def test_planted_lost_proposal_shifts_the_numbering(monkeypatch: Patch) -> None:
     """What was lost leaves no gap, so that all later numbers mean other nodes."""
     bad = replaced(
-        SourceState.admit, "self.nodes += [DEAD] * (proposal.first - len(self.nodes))", "pass", drafter_state
+        DrafterState.admit, "self.nodes += [DEAD] * (proposal.first - len(self.nodes))", "pass", drafter_state
     )
-    monkeypatch.setattr(SourceState, "admit", bad)
+    monkeypatch.setattr(DrafterState, "admit", bad)
     caught("wrong prefix|out of range", faults=("lose",))
 
 
@@ -144,17 +143,17 @@ def test_planted_first_kept_row_dropped(monkeypatch: Patch) -> None:
 
 def test_planted_kept_rows_survive_a_new_beginning(monkeypatch: Patch) -> None:
     """A target that read the whole answer again is told to keep rows of a window that it never saw."""
-    bad = replaced(Admission._begin, "state.stats.schedule, state.kept_rows = state.schedule, ()", "pass", admission)
-    monkeypatch.setattr(Admission, "_begin", bad)
+    bad = replaced(Lifecycle._begin, "state.stats.schedule, state.kept_rows = state.schedule, ()", "pass", lifecycle)
+    monkeypatch.setattr(Lifecycle, "_begin", bad)
     with pytest.raises(AssertionError, match="kept rows"):
         check_a_new_beginning()
 
 
 def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
     """All drafters share one numbering. (Nobody dies here, so the fence that is left out as well is not missed.)"""
-    old, new = "state.sources.get(proposal.source)", "next(iter(state.sources.values()), None)"
-    monkeypatch.setattr(Coordinator, "_hear", replaced(Coordinator._hear, old, new, coordinator))
-    monkeypatch.setattr(Intake, "take_in", replaced(Intake.take_in, old, new, proposals))
+    old, new = "state.drafters.get(proposal.source)", "next(iter(state.drafters.values()), None)"
+    monkeypatch.setattr(Coordinator, "_receive", replaced(Coordinator._receive, old, new, coordinator))
+    monkeypatch.setattr(Intake, "absorb", replaced(Intake.absorb, old, new, proposals))
     remove_incarnations(monkeypatch)
     caught("wrong prefix|out of range", faults=())
 
@@ -162,14 +161,14 @@ def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
 def test_planted_correction_not_cumulative(monkeypatch: Patch) -> None:
     """A drafter that missed a correction is told the newest tokens as if it had not."""
     old = "tuple(state.output_ids[source.applied_len :])"
-    bad = replaced(Admission.correct, old, "tuple(state.output_ids[-1:])", admission)
-    monkeypatch.setattr(Admission, "correct", bad)
+    bad = replaced(Lifecycle.correct, old, "tuple(state.output_ids[-1:])", lifecycle)
+    monkeypatch.setattr(Lifecycle, "correct", bad)
     caught("wrong prefix")
 
 
 def test_planted_sweep_without_renumbering(monkeypatch: Patch) -> None:
     """Dead nodes are swept out of the tree, and the drafters' maps still show the old numbers."""
-    monkeypatch.setattr(SourceState, "renumber", lambda self, new: None)
+    monkeypatch.setattr(DrafterState, "renumber", lambda self, new: None)
     caught("wrong prefix|out of range")
 
 
@@ -216,20 +215,20 @@ def test_planted_an_answer_ends_early(monkeypatch: Patch) -> None:
 def test_planted_a_target_that_dies_takes_all_requests_with_it(monkeypatch: Patch) -> None:
     """Answers end where they would go on."""
     old, new = "culprits if restart_at is not None else list(self.scheduler.waiting)", "list(self.scheduler.waiting)"
-    monkeypatch.setattr(Coordinator, "_lose", replaced(Coordinator._lose, old, new, coordinator))
+    monkeypatch.setattr(Coordinator, "_on_died", replaced(Coordinator._on_died, old, new, coordinator))
     caught("failed without need", "the target dies and comes back")
 
 
 def test_planted_end_not_sent(monkeypatch: Patch) -> None:
     """An ended request keeps its KV on the workers."""
-    monkeypatch.setattr(Admission, "leave", lambda self, state, now: [])
+    monkeypatch.setattr(Lifecycle, "release", lambda self, state, now: [])
     caught("holds KV", "a consumer leaves")
 
 
 def test_planted_what_came_during_a_pass_is_forgotten(monkeypatch: Patch) -> None:
     """Proposals that wait for a verdict are never taken in when the pass ran out of memory."""
-    bad = replaced(Coordinator._shrink, "self.intake.take_in(state)", "pass", coordinator)
-    monkeypatch.setattr(Coordinator, "_shrink", bad)
+    bad = replaced(Coordinator._on_out_of_memory, "self.intake.absorb(state)", "pass", coordinator)
+    monkeypatch.setattr(Coordinator, "_on_out_of_memory", bad)
     caught("nobody takes in")
 
 

@@ -13,7 +13,7 @@ from langchain_card.core import query
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.controller import Controller
 from langchain_card.core.costs import Calibration
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.frontier import frontier
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, RequestStats, SamplingParams
@@ -100,7 +100,7 @@ def test_a_boaster_costs_next_to_nothing() -> None:
 
 def test_without_judgement_it_costs_all_that_drafting_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug of the test above."""
-    monkeypatch.setattr(Controller, "judge", lambda self, source, stated: (stated, stated))
+    monkeypatch.setattr(Controller, "trust", lambda self, source, stated: (stated, stated))
     assert decode(boaster(0.0))[0] > 1.3 * decode([])[0]
 
 
@@ -122,20 +122,20 @@ def test_who_repeats_what_others_say_is_judged_by_its_own_words() -> None:
         tree = CandidateTree(0)
         for source, chance in (("honest", 0.05), ("boaster", 0.95)):
             stated = math.log(chance)
-            tree.insert(0, 1, stated, source, judged=policy.judge(source, stated))
-        policy.saw_candidate(*tree.words[1], taken=False, doubted=False)
-    assert math.exp(policy.judge("boaster", math.log(0.95))[0]) < 0.1 and tree.sources[1] == "honest"
+            tree.insert(0, 1, stated, source, trusted_logps=policy.trust(source, stated))
+        policy.observe_candidate(*tree.origins[1], taken=False, unlisted=False)
+    assert math.exp(policy.trust("boaster", math.log(0.95))[0]) < 0.1 and tree.sources[1] == "honest"
 
 
 def test_who_fills_the_tree_leaves_room_for_who_knows() -> None:
-    tree, boaster, model = CandidateTree(0), SourceState(), SourceState()
-    for source, count, knows in ((boaster, 3000, False), (model, 2, True)):
+    tree, boaster, model = CandidateTree(0), DrafterState(), DrafterState()
+    for source, count, from_model in ((boaster, 3000, False), (model, 2, True)):
         scores = (-9.0,) * count if source is boaster else (-0.1,) * count
         tokens = tuple(range(count)) if source is boaster else tuple(range(5000, 5000 + count))
         name = "boaster" if source is boaster else "model"
         proposal = Proposal(name, 0, 0, 0, 0, 1, (0,) * count, tokens, scores)
         assert source.admit(proposal, tree, 10_000)
-        assert source.enter(proposal, tree, 2048, knows=knows) == (3000 - 1024 if source is boaster else 0)
+        assert source.enter(proposal, tree, 2048, from_model=from_model) == (3000 - 1024 if source is boaster else 0)
 
 
 def test_both_are_better_than_either() -> None:
@@ -156,7 +156,7 @@ def test_a_drafter_is_not_asked_for_what_it_cannot_reach(monkeypatch: pytest.Mon
     """Others' candidates look open to it for ever: steps would be granted until no more are allowed."""
     free = lambda: [ToyDrafter(SCRIPT, "free", 2, paced=False)]  # noqa: E731
     sane, _ = decode(free())
-    every = lambda tree, known, *rest: frontier(tree, range(len(tree)), *rest)  # noqa: E731
+    every = lambda tree, published, *rest: frontier(tree, range(len(tree)), *rest)  # noqa: E731
     monkeypatch.setattr(query, "frontier", every)  # the planted bug
     assert decode(free())[0] > 1.2 * sane
 

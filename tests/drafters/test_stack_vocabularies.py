@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig
 from langchain_card.core.policy import Policy
-from langchain_card.drafters.draft_step import Block
+from langchain_card.drafters.draft_step import DraftStep
 from langchain_card.engine import build
 from langchain_card.models.vocabulary import VocabularyMap
 from tests.models.test_vocabulary import PAIR, SETTINGS, ask, make_pair, wanted_of
@@ -36,16 +36,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_answers_are_the_targets_own(
     models: dict[str, str], order: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lost, plan = list[bool](), Block.plan.__func__  # type: ignore[attr-defined]
+    lost, plan = list[bool](), DraftStep.plan.__func__  # type: ignore[attr-defined]
 
-    def noting(cls: type[Block], *told: Any) -> Block:
+    def noting(cls: type[DraftStep], *told: Any) -> DraftStep:
         lost.append((block := plan(cls, *told)).lost)
         return block
 
     def policy(**_: Any) -> Policy:
         return FixedPolicy(widths=(4,) * 4)
 
-    monkeypatch.setattr(Block, "plan", classmethod(noting))
+    monkeypatch.setattr(DraftStep, "plan", classmethod(noting))
     monkeypatch.setattr(build, "Controller", policy)
     draft, lower = (models[name] for name in order)
     config = EngineConfig(models["target"], draft, stack=(f"{lower}?block=3", "ngram?block=4"), **PAIR)

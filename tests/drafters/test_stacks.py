@@ -16,7 +16,7 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.draft_step import likeliest
-from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.drafters.tree import DraftTree
@@ -104,7 +104,7 @@ def test_a_step_brings_a_path_of_nodes(models: Models, monkeypatch: pytest.Monke
 
     def watching(drafter: ModelDrafter, parts: Any) -> torch.Tensor:
         if drafter._below is not None:
-            sizes.extend(len(part.block.ways) for part in parts)
+            sizes.extend(len(part.step.token_paths) for part in parts)
         return forward(drafter, parts)
 
     monkeypatch.setattr(ModelDrafter, "_forward", watching)
@@ -203,8 +203,8 @@ def test_a_lower_drafter_that_fails_is_left_out_alone(
     assert left_out == (where != "memory"), "without memory it is asked again"
 
 
-def fresh(below: Below | None = None, *, slots: int = 12, top: float = 0.5) -> ToyDrafter:
-    return ToyDrafter(ToyModel(vocab_size=7, top=top, stated=0.6), num_slots=slots, below=below)
+def fresh(lower: LowerLevel | None = None, *, slots: int = 12, top: float = 0.5) -> ToyDrafter:
+    return ToyDrafter(ToyModel(vocab_size=7, top=top, stated=0.6), num_slots=slots, lower=lower)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -212,8 +212,8 @@ def test_no_slot_is_lost_whatever_comes_true(seed: int) -> None:
     """Two levels over a third, few slots, corrections in and beside the trees, at random."""
     draw = random.Random(seed)
     lowest = fresh(top=0.4)
-    middle = fresh(Below(lowest, 3), top=0.6)
-    upper = fresh(Below(middle, 4), slots=9)
+    middle = fresh(LowerLevel(lowest, 3), top=0.6)
+    upper = fresh(LowerLevel(middle, 4), slots=9)
     request, said = Request(0, (1, 2), SamplingParams(), ()), list[int]()
     upper.begin(request, ())
     for _ in range(60):

@@ -14,7 +14,7 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.controller import Controller
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.request import SamplingParams
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.drafters.tree import MAX_NODES, DraftTree
@@ -154,7 +154,7 @@ def test_a_draft_that_equals_the_target_is_always_right(
         return verify(self, windows)
 
     monkeypatch.setattr(TargetWorker, "verify", slow)
-    monkeypatch.setattr(Controller, "saw_token", lambda self, *, hit, first: hits.append(hit))
+    monkeypatch.setattr(Controller, "observe_token", lambda self, *, hit, first: hits.append(hit))
     monkeypatch.setattr(Controller, "draft_pays", lambda self, load, frontier, lead: sum(frontier.chances) > 0.1)
     monkeypatch.setattr(Controller, "windows", lambda self, load, chances: [*map(len, chances)])
     monkeypatch.setattr(Controller, "patience", lambda self, load: 1.0)
@@ -167,7 +167,7 @@ def test_a_draft_that_equals_the_target_is_always_right(
 
 def test_a_draft_tree_that_grows_for_ever_keeps_what_is_alive() -> None:
     """Its nodes are numbered anew now and then; no slot is lost, and the cache knows every living node as before."""
-    draft, cache, source = DraftTree((1,), (), 8), CandidateTree(1), SourceState()
+    draft, cache, source = DraftTree((1,), (), 8), CandidateTree(1), DrafterState()
     draft.expand(draft.root, (5, 6), (-0.1, -3.0))
     for _ in range(MAX_NODES):
         for node in draft.choose(3):
@@ -190,7 +190,7 @@ def test_a_draft_tree_that_grows_for_ever_keeps_what_is_alive() -> None:
         assert seen[::-1] == texts(draft, node)
 
 
-def enter(proposal: m.Proposal, source: SourceState, cache: CandidateTree) -> int:
+def enter(proposal: m.Proposal, source: DrafterState, cache: CandidateTree) -> int:
     assert source.admit(proposal, cache, 10)
     return source.enter(proposal, cache, 10**6)
 

@@ -89,7 +89,7 @@ def test_sleeping_draft_gets_ahead_while_the_target_works(ratio: int, say: Calla
 
         def windows(states: Any, *rest: Any) -> Any:
             seen.append(
-                len(states[0].output_ids) + states[0].sources["toy"].lead(states[0].tree)
+                len(states[0].output_ids) + states[0].drafters["toy"].lead(states[0].tree)
             )  # how far the draft has looked
             return plan(states, *rest)
 

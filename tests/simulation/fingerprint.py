@@ -10,7 +10,7 @@ from typing import Any
 
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.state import RequestState
 from tests.simulation.process import Draft
 from tests.simulation.world import World
@@ -61,41 +61,41 @@ def _request(state: RequestState) -> Any:
                 number[tree.parents[node]],
                 tree.tokens[node],
                 tree.sources[node],
-                node in tree.looked,
-                node in tree.listed,
+                node in tree.expanded_by_model,
+                node in tree.listed_by_model,
             )
             for node in live
         ),
-        tree.root in tree.looked,
+        tree.root in tree.expanded_by_model,
         None if window is None else (window.token_ids, window.parents, window.kept_rows),
         state.kept_rows,
         state.wait_until is not None,
         state.paused,
         state.schedule,
         state.failures,
-        tuple((name, source.lead(tree), _source(source, number)) for name, source in state.sources.items()),
-        tuple((p.source, *_proposal(p)) for p in state.heard if _is_known(p, state.sources.get(p.source))),
+        tuple((name, source.lead(tree), _source(source, number)) for name, source in state.drafters.items()),
+        tuple((p.source, *_proposal(p)) for p in state.pending if _is_known(p, state.drafters.get(p.source))),
     )
 
 
-def _source(source: SourceState, number: dict[int, int]) -> Any:
+def _source(source: DrafterState, number: dict[int, int]) -> Any:
     return (
         tuple(number.get(node, DEAD) for node in source.nodes),
         tuple(sorted(n for node in source.expanded if (n := number.get(node, DEAD)) != DEAD)),
         source.applied_len,
-        source.credits,
+        source.granted,
         source.exhausted,
     )
 
 
-def _is_known(p: m.Proposal, source: SourceState | None) -> bool:
+def _is_known(p: m.Proposal, source: DrafterState | None) -> bool:
     return source is not None and p.incarnation == source.incarnation
 
 
 def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
     def against(request_id: int, incarnation: int, epoch: int) -> Any:
         state = states.get(request_id)
-        source = state.sources.get(name) if state is not None else None
+        source = state.drafters.get(name) if state is not None else None
         if source is None or source.incarnation != incarnation:
             return None  # stale for ever
         return max(epoch - source.epoch, -1)  # all older ones are stale alike

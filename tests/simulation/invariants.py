@@ -34,7 +34,7 @@ def check(world: World) -> None:
     assert running <= limits.num_seqs, "too many requests run"
     assert waiting <= limits.max_queue + limits.num_seqs, "too many requests wait"
     for state in (*scheduler.running.values(), *scheduler.waiting):
-        assert state.window is not None or not state.heard, "a proposal that nobody takes in"
+        assert state.window is not None or not state.pending, "a proposal that nobody takes in"
         emitted = world.emitted[state.request.request_id]
         assert tuple(state.output_ids) == emitted, "what is committed is not what was emitted"
         _check_tree(world, state)
@@ -52,9 +52,9 @@ def _check_tree(world: World, state: RequestState) -> None:
     tree, limits = state.tree, world.core.limits
     assert [tree.tokens[node] for node in tree.path[1:]] == state.output_ids, "the tree does not hold the answer"
     assert len(tree) - len(tree.path) <= 2 * limits.max_tree_nodes, "the tree has no bound"
-    for source in state.sources.values():
+    for source in state.drafters.values():
         assert source.lead(tree) <= 2 * limits.max_lead, "candidates deeper than may be"
-        assert source.credits <= limits.max_lead, "more leave than there may be lead"
+        assert source.granted <= limits.max_lead, "more leave than there may be lead"
     check_prefixes(state, lambda prefix, source: world.model.candidates(prefix, world.numbers[source]))
 
 

@@ -13,7 +13,7 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.policy import Policy
-from langchain_card.core.query import Source
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.ports import Drafter
@@ -96,7 +96,8 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         every = [*beside, *([drafter] if drafter is not None else [])]
-        self._core = Coordinator([Source(each.name, paced=each is drafter) for each in every], limits, policy)
+        traits = [DrafterTraits(each.name, paced=each is drafter, from_model=each is drafter) for each in every]
+        self._core = Coordinator(traits, limits, policy)
         self._target, self._draft = target, Draft(drafter) if drafter is not None else None
         self._beside = {each.name: DraftWorker(each, self._publish, lambda _: None) for each in beside}
         self._target_device, self._draft_device = map(Device, slowdown)

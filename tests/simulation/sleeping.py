@@ -20,7 +20,7 @@ from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.policy import Policy
-from langchain_card.core.query import Source
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.driver import Driver
@@ -107,7 +107,7 @@ class SleepingEngine:
         self._tokenizer = byte_tokenizer()
         make_draft = functools.partial(SleepingDrafter, model, step_time=draft_time)
         self.driver = Driver(
-            Coordinator([Source("toy", paced=True)], limits, policy),
+            Coordinator([DrafterTraits("toy", paced=True, from_model=True)], limits, policy),
             lambda: SleepingTarget(model, target_time),
             {"toy": transport or functools.partial(self._transport, make_draft)},
         )

@@ -10,10 +10,10 @@ from typing import Protocol, TypeAlias
 from langchain_card.config import Schedule
 from langchain_card.core.frontier import Frontier
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
-from langchain_card.core.policy import Leave, Load
+from langchain_card.core.policy import DraftGrant, Load
 from langchain_card.core.request import Request
-from langchain_card.drafters.draft_step import Block, query
-from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.draft_step import DraftStep, add_guesses
+from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.ports import Budget
 
@@ -142,10 +142,10 @@ class ToyDrafter:
         script: what it says.
         name: of the drafter.
         number: which of the script's drafts it is, from 1.
-        paced: see `ports.Drafter`.
+        paced: see `ports.Drafter`; a paced one counts as a model, too.
         num_slots: nodes that it may hold at once.
         step_time: seconds of a step by the number of rows that it forwards; only reported.
-        below: another one, that it queries in turn.
+        lower: a lower level that guesses for it.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class ToyDrafter:
         paced: bool = True,
         num_slots: int = 64,
         step_time: StepTime = lambda rows: 0.0,
-        below: Below | None = None,
+        lower: LowerLevel | None = None,
     ) -> None:
-        self.name, self.paced, self._below = name, paced, below
+        self.name, self.paced, self.from_model, self._lower = name, paced, paced, lower
         self._script, self._number, self._num_slots, self.step_time = script, number, num_slots, step_time
         self.trees: dict[int, DraftTree] = {}
         self.out_of_memory = False
@@ -174,15 +174,15 @@ class ToyDrafter:
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Opens a sequence."""
         self.trees[request.request_id] = DraftTree(request.prompt_ids, output_ids, self._num_slots)
-        if self._below is not None:
-            self._below.begin(request, output_ids)
+        if self._lower is not None:
+            self._lower.begin(request, output_ids)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Applies what is new."""
         if (tree := self.trees.get(request_id)) is not None:
             tree.apply(start, token_ids)
-        if self._below is not None:
-            self._below.correct(request_id, start, token_ids)
+        if self._lower is not None:
+            self._lower.correct(request_id, start, token_ids)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """Expands the likeliest open nodes.
@@ -193,34 +193,34 @@ class ToyDrafter:
         if self.out_of_memory:
             raise MemoryError
         trees = [(self.trees[each.request_id], each) for each in budgets if each.request_id in self.trees]
-        blocks = [Block.plan(tree, budget, (tree.tokens[tree.root],), _says) for tree, budget in trees]
-        elapsed, _ = query(blocks, self._below, _says)
-        if rows := sum(len(block.ways) for block in blocks):
+        steps = [DraftStep.plan(tree, budget, (tree.tokens[tree.root],), _in_vocabulary) for tree, budget in trees]
+        elapsed, _ = add_guesses(steps, self._lower, _in_vocabulary)
+        if rows := sum(len(step.token_paths) for step in steps):
             elapsed += self.step_time(rows)
-        for block in blocks:
-            block.place(tuple)
-            block.settle([self._children(block.tree, way) for way in block.ways])
-        together = sum(block.expanded for block in blocks)
-        return [block.publish(self.name, together, elapsed) for block in blocks]
+        for step in steps:
+            step.place(tuple)
+            step.settle([self._children(step.tree, path) for path in step.token_paths])
+        together = sum(step.expanded for step in steps)
+        return [step.publish(self.name, together, elapsed) for step in steps]
 
     def end(self, request_id: int) -> None:
         """Frees a sequence."""
         self.trees.pop(request_id, None)
-        if self._below is not None:
-            self._below.end(request_id)
+        if self._lower is not None:
+            self._lower.end(request_id)
 
     def close(self) -> None:
         """Frees everything."""
         self.trees.clear()
-        if self._below is not None:
-            self._below.close()
+        if self._lower is not None:
+            self._lower.close()
 
-    def _children(self, tree: DraftTree, way: Sequence[int]) -> tuple[list[int], list[float]]:
-        found = self._script.candidates((*tree.prompt_ids, *tree.output_ids, *way), self._number)
+    def _children(self, tree: DraftTree, path: Sequence[int]) -> tuple[list[int], list[float]]:
+        found = self._script.candidates((*tree.prompt_ids, *tree.output_ids, *path), self._number)
         return [token for token, _ in found], [score for _, score in found]
 
 
-def _says(token_id: int) -> bool:
+def _in_vocabulary(token_id: int) -> bool:
     """Toys have one vocabulary."""
     return True
 
@@ -240,9 +240,9 @@ class FixedPolicy:
         """`parallel` for one request, `sequential` for several: each that comes or goes changes it."""
         return "parallel" if num_seqs == 1 else "sequential"
 
-    def leave(self, load: Load, *, hit: bool) -> Leave:
+    def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """The fixed ones; one where they are granted singly."""
-        return Leave(self._widths if load.schedule == "parallel" else (1,))
+        return DraftGrant(self._widths if load.schedule == "parallel" else (1,))
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
         """As the schedule has it: drafting singly always, waiting for the first candidate only."""
@@ -256,20 +256,20 @@ class FixedPolicy:
         """The fixed one."""
         return self._patience
 
-    def saw_pass(
+    def observe_pass(
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
         """Ignored."""
 
-    def saw_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
+    def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
         """Ignored."""
 
-    def judge(self, source: str, stated: float) -> tuple[float, float]:
+    def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
         """As stated."""
-        return stated, stated
+        return stated_logp, stated_logp
 
-    def saw_candidate(self, source: str, stated: float, *, taken: bool, doubted: bool) -> None:
+    def observe_candidate(self, source: str, stated_logp: float, *, taken: bool, unlisted: bool) -> None:
         """Ignored."""
 
-    def saw_token(self, *, hit: bool, first: bool) -> None:
+    def observe_token(self, *, hit: bool, first: bool) -> None:
         """Ignored."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.query import Source
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.state import RequestState
 from tests.simulation import invariants
@@ -36,8 +36,9 @@ class World:
         self.model = ToyModel(scope.vocab_size, scope.top, seed=scope.seed)
         names = [f"draft{i}" for i in range(1, scope.drafters + 1)]
         self.numbers = {name: i for i, name in enumerate(names, 1)}
-        sources = [Source(name, paced=not scope.unpaced or name != names[-1]) for name in names]
-        self.core = Coordinator(sources, scope.limits, FixedPolicy(scope.widths))
+        models = [not scope.unpaced or name != names[-1] for name in names]
+        traits = [DrafterTraits(name, paced=model, from_model=model) for name, model in zip(names, models, strict=True)]
+        self.core = Coordinator(traits, scope.limits, FixedPolicy(scope.widths))
         self.target: ToyTarget | None = ToyTarget(self.model)
         self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
         self.windows: tuple[m.Window, ...] | None = None

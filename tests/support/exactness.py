@@ -12,7 +12,7 @@ from unittest import mock
 
 from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.request import SamplingParams
 from langchain_card.core.state import RequestState
 from langchain_card.engine.engine import Engine
@@ -99,7 +99,7 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
         figures.re_rooted[sum(known.get(node, output_len) < output_len for node in nodes)] += 1
         return effects
 
-    def entering(state: RequestState, source: SourceState, proposal: m.Proposal) -> None:
+    def entering(state: RequestState, source: DrafterState, proposal: m.Proposal) -> None:
         before = len(state.tree)
         enter(state, source, proposal)
         new = dict.fromkeys(range(before, len(state.tree)), proposal.applied_len)

@@ -8,11 +8,11 @@ from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.query import Source
+from langchain_card.core.query import DrafterTraits
 
 
 def coordinator(**limits: int) -> Coordinator:
-    return Coordinator([Source("toy", False)], Limits(**limits), Controller(shared_device=True))
+    return Coordinator([DrafterTraits("toy", False)], Limits(**limits), Controller(shared_device=True))
 
 
 def run_round(core: Coordinator, target_ids: Sequence[int], now: float) -> list[m.Effect]:
@@ -24,7 +24,7 @@ def run_round(core: Coordinator, target_ids: Sequence[int], now: float) -> list[
 
 def propose(core: Coordinator, tokens: Sequence[int], epoch: int, base: int) -> None:
     scores = (-0.1,) * len(tokens)
-    incarnation = core.scheduler.running[0].sources["toy"].incarnation
+    incarnation = core.scheduler.running[0].drafters["toy"].incarnation
     parents = tuple(range(len(tokens)))
     chain = m.Proposal("toy", 0, epoch, 0, base, 1, parents, tuple(tokens), scores, incarnation=incarnation)
     core.handle(m.Proposed(chain, 0.0))

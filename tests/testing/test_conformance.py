@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from langchain_card.constraints.json_schema import json_grammar
-from langchain_card.drafters.lower_level import Below
+from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.engine.drafter_hosts import SCRATCH
@@ -56,9 +56,9 @@ class TestModel(DrafterConformance):
     def make(self, setting: Setting) -> Drafter:
         return self.over(setting, None)
 
-    def over(self, setting: Setting, below: Below | None) -> Drafter:
+    def over(self, setting: Setting, lower: LowerLevel | None) -> Drafter:
         runner = ModelRunner(draft_model(), max_len=setting.max_len, num_scratch=SCRATCH, num_seqs=setting.num_seqs)
-        return Drafting(runner, vocab_size=setting.vocab_size, constrain=setting.constrain, below=below)
+        return Drafting(runner, vocab_size=setting.vocab_size, constrain=setting.constrain, lower=lower)
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ class TestStacked(TestModel):
     """The same above the n-gram drafter."""
 
     def make(self, setting: Setting) -> Drafter:
-        return self.over(setting, Below(NgramDrafter(setting), 4, setting.vocab_size))
+        return self.over(setting, LowerLevel(NgramDrafter(setting), 4, setting.vocab_size))
 
 
 class TestToy(DrafterContract):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from langchain_card.core import coordinator, walk
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, RequestStats
 from langchain_card.core.walk import ExactRule
@@ -308,7 +308,7 @@ def test_wrong_sums_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_open_fences_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a drafter says enters the cache."""
-    monkeypatch.setattr(SourceState, "_admits", lambda *_: True)
+    monkeypatch.setattr(DrafterState, "_admits", lambda *_: True)
     with pytest.raises(EngineError):
         Suite().test_lies_change_nothing("out of the vocabulary")
 

@@ -12,7 +12,7 @@ import pytest
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import CandidateTree
-from langchain_card.core.drafter_state import SourceState
+from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.transports import thread
@@ -178,7 +178,7 @@ def test_who_waits_for_a_step_hears_that_it_brought_nothing(caplog: pytest.LogCa
     worker.handle(m.Correct("toy", 1, 1, (6,)))  # late
     worker.handle(m.Grow("toy", 1, (1,)))
     assert worker.step() and heard[-1].applied_len == 3, "what did not arrive is not said to have been applied"
-    source, tree = SourceState(), CandidateTree(2)
+    source, tree = DrafterState(), CandidateTree(2)
     for token in (5, 6, 7):
         tree.advance(token)
     assert not any(source.admit(each, tree, 200) for each in heard) and source.applied_len == 0, "it is made up"
