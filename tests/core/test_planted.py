@@ -53,7 +53,7 @@ def replaced(function: Callable[..., Any], old: str, new: str, module: Any) -> A
 
 def remove_incarnations(monkeypatch: Patch) -> None:
     old = "proposal.incarnation != self.incarnation or "
-    monkeypatch.setattr(DrafterState, "_admits", replaced(DrafterState._admits, old, "", drafter_state))
+    monkeypatch.setattr(DrafterState, "_passes_fences", replaced(DrafterState._passes_fences, old, "", drafter_state))
     monkeypatch.setattr(Intake, "is_current", lambda self, source, proposal: source is not None)
 
 
@@ -160,7 +160,7 @@ def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
 
 def test_planted_correction_not_cumulative(monkeypatch: Patch) -> None:
     """A drafter that missed a correction is told the newest tokens as if it had not."""
-    old = "tuple(state.output_ids[source.applied_len :])"
+    old = "tuple(state.output_ids[drafter.applied_len :])"
     bad = replaced(Lifecycle.correct, old, "tuple(state.output_ids[-1:])", lifecycle)
     monkeypatch.setattr(Lifecycle, "correct", bad)
     caught("wrong prefix")
