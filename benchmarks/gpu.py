@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks.contest.contest import card, controller, joined
 from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import shipped
-from langchain_card.bench.devices import Device
+from langchain_card.bench.step_times import Device
 from langchain_card.core import messages as m
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.core.walk import ExactRule

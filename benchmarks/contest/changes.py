@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.contest.contest import GPU_LIMITS, GPU_SLOTS, Library, card, controller, joined
 from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import Trace
-from langchain_card.bench.devices import Device
+from langchain_card.bench.step_times import Device
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
 from langchain_card.core.request import Request, SamplingParams

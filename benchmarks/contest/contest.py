@@ -13,7 +13,7 @@ from benchmarks.contest.contenders import CONTENDERS, Costs, total, tune
 from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import Candidates, Trace, TraceScript
 from benchmarks.contest.trees import TreeRun, tree_runs
-from langchain_card.bench.devices import Device
+from langchain_card.bench.step_times import Device
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Policy

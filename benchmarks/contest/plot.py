@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contest.changes import Change
 from benchmarks.contest.contest import Row
-from langchain_card.bench import canvas
+from langchain_card.bench import plots
 
 STYLES = {
     "card": ("card (this engine, learns as it goes)", "#c1121f", 3.0),
@@ -34,7 +34,7 @@ def plot(rows: Sequence[Row], seen: Sequence[Change], path: Path) -> None:
         path: where the picture goes; its ending says what kind of file.
     """
     kinds = list(dict.fromkeys(row.trace for row in rows if row.method == "card-fixed"))
-    figure, panels = canvas.panels(15, 9.5, 2, max(len(kinds), len(seen)))
+    figure, panels = plots.panels(15, 9.5, 2, max(len(kinds), len(seen)))
     for panel, kind in zip(panels[0], kinds, strict=False):
         _draw_kind(panel, [row for row in rows if row.trace == kind])
     panels[0][0].set_ylabel("times plain decoding")
