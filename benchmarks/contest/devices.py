@@ -1,4 +1,4 @@
-"""Devices of the contest: step-time curves from a file, measured by `langchain-card bench --steps` or estimated."""
+"""Devices of the contest: step times from files that `langchain-card bench --steps` writes, or estimates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FOLDER = Path(__file__).parent / "data" / "devices"
 
 
 def load_device(name: str) -> Device:
-    """A shipped device by name, or one of your own by its file.
+    """Load a shipped device by name, or any device by its file.
 
     Raises:
-        InvalidInputError: there is none, or it is not whole.
+        InvalidInputError: there is no such device, or its file is not valid.
     """
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     try:
@@ -34,9 +34,9 @@ def load_device(name: str) -> Device:
 
 
 def costs_of(device: Device, c: float | None = None) -> Costs:
-    """Return a device's curves in seconds; with `c` the draft's are stretched so that a target pass lasts `c` steps."""
-    stretch = 1.0 if c is None else interpolate(device.target, 1) / (c * interpolate(device.draft, 1))
+    """Return a device's curves in seconds. `c` scales those of the draft so that a target pass lasts `c` steps."""
+    scale = 1.0 if c is None else interpolate(device.target, 1) / (c * interpolate(device.draft, 1))
     return Costs(
-        draft=lambda rows: stretch * interpolate(device.draft, rows),
+        draft=lambda rows: scale * interpolate(device.draft, rows),
         target=lambda rows: interpolate(device.target, rows),
     )

@@ -1,4 +1,4 @@
-"""Record what a draft would have proposed along the target's own text: `python -m benchmarks.contest.record FILE`."""
+"""Record the candidates of a draft along the target's text: `python -m benchmarks.contest.record FILE`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from langchain_card.runtime.runner import ModelRunner
 
 
 def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_tokens: int) -> Trace:
-    """One trace.
+    """Record one trace.
 
     Args:
         engine: writes the text, greedily.
-        draft: says what it would have said.
+        draft: predicts each token of it.
         prompt_ids: of the text.
         max_tokens: of the text.
     """
@@ -41,13 +41,16 @@ def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_to
 def record_all(
     config: EngineConfig, texts: Sequence[str], max_tokens: int, report: Callable[[int, Trace], None]
 ) -> list[Trace]:
-    """A trace for each text, asked as a user would.
+    """Record a trace of the answer to each text.
 
     Args:
-        config: a target and a model draft.
-        texts: what is asked.
+        config: a target and a draft model.
+        texts: messages of the user.
         max_tokens: of each answer.
-        report: told the number and the trace of each that is done.
+        report: receives the number and the trace of each answer.
+
+    Raises:
+        InvalidInputError: the draft is not a model, or has another vocabulary.
     """
     traces: list[Trace] = []
     pair = resolve(config)
