@@ -35,7 +35,7 @@ METHODS = {
     "model above n-grams": (True, False, True),
     "the same, and n-grams beside": (True, True, True),
 }
-"""By name: (a draft model, n-grams beside it, n-grams below it)."""
+"""Drafters of each method: (a draft model, n-grams beside it, n-grams below it)."""
 
 BLOCK = 8
 """Candidates that the draft model requests from n-grams at a time, the default of `stack=("ngram",)`."""

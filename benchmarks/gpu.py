@@ -179,7 +179,9 @@ def overlap(bench: Bench, target_shape: str, draft_shape: str, draft_device: tor
         thread.start()
     for thread in threads:
         thread.join()
-    slowdown = tuple(round(statistics.median(seen) / one, 2) for seen, one in zip(times, alone, strict=True))
+    slowdown = tuple(
+        round(statistics.median(together) / single, 2) for together, single in zip(times, alone, strict=True)
+    )
     bench.note(
         f"{target_shape} + {draft_shape} on {draft_device}: alone ms, then how many times longer", (alone, slowdown)
     )
@@ -218,8 +220,8 @@ def strict_equality(bench: Bench, shape: str, tokens: int) -> None:
     plain = write(lambda position: ())
 
     def partly_right(position: int) -> list[int]:
-        own = plain[position : position + rng.randint(0, STRICT_WIDTH - 1)]
-        return [token if rng.random() < 0.9 else 7 for token in own]
+        right = plain[position : position + rng.randint(0, STRICT_WIDTH - 1)]
+        return [token if rng.random() < 0.9 else 7 for token in right]
 
     again = write(partly_right)
     first = next((i for i, (a, b) in enumerate(zip(plain, again, strict=True)) if a != b), None)
@@ -237,13 +239,13 @@ def projections(bench: Bench, targets: dict[str, dict[int, float]], draft: dict[
         for kind, traces in shipped().items():
             text = [joined(traces)]
             costs = costs_of(device)
-            two = costs.target(1) * card(text, costs, "auto", controller())
-            one = costs.target(1) * max(
+            on_two = costs.target(1) * card(text, costs, "auto", controller())
+            on_one = costs.target(1) * max(
                 card(text, costs, "auto", controller(shared_device=True)),
                 card(text, costs, "parallel", controller(shared_device=True), slowdown=slowdown),
             )
-            bench.note(f"{shape} with 0.5B, {kind}: one GPU, projected", round(one, 2))
-            bench.note(f"{shape} with 0.5B, {kind}: two GPUs, projected, not run", round(two, 2))
+            bench.note(f"{shape} with 0.5B, {kind}: one GPU, projected", round(on_one, 2))
+            bench.note(f"{shape} with 0.5B, {kind}: two GPUs, projected, not run", round(on_two, 2))
 
 
 def run_all(bench: Bench) -> None:

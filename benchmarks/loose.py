@@ -81,7 +81,7 @@ def key_of(row: Row) -> tuple[Any, ...]:
 def measure(args: argparse.Namespace, known: list[Row]) -> list[Row]:
     """Answer every task with every rule, except those in `known`. Each rule has an engine over the same weights."""
     questions = [task for path in args.prompts for task in tasks(path, args.count)]
-    wanted = [
+    jobs = [
         {**task, "rule": rule, "model": args.model, "draft_model": args.draft_model}
         for task in questions
         for rule in args.rules
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, known: list[Row]) -> list[Row]:
     done = {key_of(row): row for row in known}
     with contextlib.ExitStack() as stack, args.json.open("a") as file:
         engines: dict[str, Engine] = {}
-        for task in tqdm(wanted, unit="answer", initial=0):
+        for task in tqdm(jobs, unit="answer", initial=0):
             if key_of(task) in done:
                 continue
             if task["rule"] not in engines:
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, known: list[Row]) -> list[Row]:
             done[key_of(task)] = row
             file.write(json.dumps(row) + "\n")
             file.flush()
-    return [done[key_of(task)] for task in wanted]
+    return [done[key_of(task)] for task in jobs]
 
 
 def engine_of(args: argparse.Namespace, rule: str) -> Engine:
@@ -165,17 +165,17 @@ def report(name: str, rows: list[Row], rules: Sequence[str]) -> None:
     base = by_rule[rules[0]]
     print(f"\n| {name}, {len(base)} rows | tokens a round | more than {rules[0]} | rescued, % | right | points more |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for rule, own in by_rule.items():
-        pairs, right = [*zip(base, own, strict=True)], sum(row["right"] for row in own)
+    for rule, answers in by_rule.items():
+        pairs, right = [*zip(base, answers, strict=True)], sum(row["right"] for row in answers)
         cells = [
             f"`{rule}`",
-            f"{pace(own):.2f} {shown(bootstrap(own, pace))}",
+            f"{pace(answers):.2f} {shown(bootstrap(answers, pace))}",
             f"{gain(pairs):.2f} {shown(bootstrap(pairs, gain))}",
-            f"{100 * share(own):.2f} {shown(bootstrap(own, share), 100)}",
-            f"{right} {shown(wilson(right, len(own)), len(own), 0)}",
+            f"{100 * share(answers):.2f} {shown(bootstrap(answers, share), 100)}",
+            f"{right} {shown(wilson(right, len(answers)), len(answers), 0)}",
             f"{100 * better(pairs):.1f} {shown(bootstrap(pairs, better), 100, 0)}",
         ]
-        if own is base:
+        if answers is base:
             cells = [*cells[:2], "", "", cells[4], ""]
         print("| " + " | ".join(cells) + " |")
 
@@ -189,11 +189,11 @@ def share(rows: Sequence[Row]) -> float:
 
 
 def gain(pairs: Sequence[tuple[Row, Row]]) -> float:
-    return pace([own for _, own in pairs]) - pace([base for base, _ in pairs])
+    return pace([row for _, row in pairs]) - pace([base for base, _ in pairs])
 
 
 def better(pairs: Sequence[tuple[Row, Row]]) -> float:
-    return statistics.mean(own["right"] - base["right"] for base, own in pairs)
+    return statistics.mean(row["right"] - base["right"] for base, row in pairs)
 
 
 def shown(interval: Interval, times: float = 1.0, digits: int = 2) -> str:

@@ -101,12 +101,12 @@ def main() -> None:
                 samples[width].append([*both, meter.of(step)[0]])
                 torch.set_num_threads(cores_here)
         for width, runs in samples.items():
-            whole, layers, head, rest, alone, one = (
+            whole, layers, head, rest, alone, one_thread = (
                 statistics.median(column) for column in zip(*runs[2:], strict=True)
             )
             print(
                 f"{name}, {width} rows: {whole:.1f} ms: layers {layers:.1f} (products {alone:.1f}), head {head:.1f}, "
-                f"rest {rest:.1f} ({100 * rest / whole:.0f} %); on one thread {one:.1f}",
+                f"rest {rest:.1f} ({100 * rest / whole:.0f} %); on one thread {one_thread:.1f}",
                 flush=True,
             )
 

@@ -260,7 +260,7 @@ CONTENDERS: dict[str, tuple[Contender, Sequence[int]]] = {
     "asynchronous-wait": (card_async_wait, GRID[:16]),
     "asynchronous-tree-wait": (tree_async_wait, GRID[:16]),
 }
-"""By name: the scheme, and the settings (draft length, ratio or wait) that are tried in each cell."""
+"""Schemes by name, and the settings (draft length, ratio or wait) that are tried in each cell."""
 
 
 def total(contender: Contender, paths: Iterable[Path], costs: Costs, setting: int) -> Run:

@@ -22,7 +22,7 @@ STYLES = {
     "outcome-cache": ("outcome cache (Saguaro), tuned", "#8e7dbe", 1.6),
     "plain": ("plain", "#888888", 1.0),
 }
-"""By method: label, colour, line width."""
+"""Label, colour and line width by method."""
 
 
 def plot(rows: Sequence[Row], runs: Sequence[Change], path: Path) -> None:

@@ -118,9 +118,9 @@ class Comparison:
     def identical(self, method: str) -> tuple[int, int]:
         """Return the number of answers that equal those of plain decoding, and of all answers."""
         same = [
-            own == reference
+            answer == reference
             for row, base in self.pairs(method)
-            for own, reference in zip(row.run.token_ids, base.run.token_ids, strict=True)
+            for answer, reference in zip(row.run.token_ids, base.run.token_ids, strict=True)
         ]
         return sum(same), len(same)
 
@@ -193,11 +193,11 @@ def _differences(
         for row, base in results.pairs(method):
             if (row.group, row.repeat) != (group, repeat):
                 continue
-            for i, (own, plain) in enumerate(zip(row.run.token_ids, base.run.token_ids, strict=True)):
-                if own != plain:
-                    pairs = zip(own, plain)  # noqa: B905 - one may be a prefix of the other
-                    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(own), len(plain)))
-                    texts = [decode(ids[place : place + 1]) for ids in (own, plain)]
+            for i, (answer, plain) in enumerate(zip(row.run.token_ids, base.run.token_ids, strict=True)):
+                if answer != plain:
+                    pairs = zip(answer, plain)  # noqa: B905 - one may be a prefix of the other
+                    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(answer), len(plain)))
+                    texts = [decode(ids[place : place + 1]) for ids in (answer, plain)]
                     yield Difference(method, group, repeat, i, place, texts[0], texts[1], None)
 
 

@@ -41,12 +41,12 @@ BUSY = 0.25
 
 def about_machine() -> Iterator[str]:
     """Describe processor, memory, GPUs, versions, missing extras, and load."""
-    known = machine.describe()
-    yield f"{known['processor']}, {known['cores']} cores, {known['memory']} of memory, {known['system']}."
-    yield "GPUs: " + (", ".join(known["gpus"]) or "none that CUDA finds") + "."
+    facts = machine.describe()
+    yield f"{facts['processor']}, {facts['cores']} cores, {facts['memory']} of memory, {facts['system']}."
+    yield "GPUs: " + (", ".join(facts["gpus"]) or "none that CUDA finds") + "."
     yield (
         "Versions: "
-        + ", ".join(f"{name} {known[name]}" for name in ("langchain-card", "python", *machine.PACKAGES))
+        + ", ".join(f"{name} {facts[name]}" for name in ("langchain-card", "python", *machine.PACKAGES))
         + "."
     )
     absent = [extra for extra, package in EXTRAS.items() if importlib.util.find_spec(package) is None]

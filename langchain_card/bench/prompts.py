@@ -41,8 +41,8 @@ def find(name: str, count: int) -> list[str]:
     """
     if name not in NAMES and not Path(name).is_file():
         raise InvalidInputError("--prompts", name, f"is no file, and none of the sets {', '.join(NAMES)}")
-    known = {"own": OWN, "copying": COPYING}
-    return load(_humaneval() if name == "humaneval" else known.get(name, Path(name)), count)
+    files = {"own": OWN, "copying": COPYING}
+    return load(_humaneval() if name == "humaneval" else files.get(name, Path(name)), count)
 
 
 def load(path: Path, count: int) -> list[str]:
