@@ -179,9 +179,7 @@ def overlap(bench: Bench, target_shape: str, draft_shape: str, draft_device: tor
         thread.start()
     for thread in threads:
         thread.join()
-    slowdown = tuple(
-        round(statistics.median(together) / single, 2) for together, single in zip(times, alone, strict=True)
-    )
+    slowdown = tuple(round(statistics.median(both) / single, 2) for both, single in zip(times, alone, strict=True))
     bench.note(
         f"{target_shape} + {draft_shape} on {draft_device}: alone ms, then how many times longer", (alone, slowdown)
     )
