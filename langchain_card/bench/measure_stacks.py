@@ -193,9 +193,7 @@ def _predict_with_drafter(spec: str, config: EngineConfig, pair: Pair, answers: 
         answer.predictions.append(chains)
     level.close()
     if level.failed:
-        raise InvalidInputError(
-            "stack", spec, "failed while it was asked", "the log says how: mend it, or leave it out"
-        )
+        raise InvalidInputError("stack", spec, "failed while it drafted", "the log has the error; or leave it out")
     return {1: spent / max(1, calls)}
 
 
