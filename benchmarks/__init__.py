@@ -1,1 +1,1 @@
-"""Scripts that measure; each says in its docstring how it is called."""
+"""Scripts that measure. Each one's docstring has its command line."""

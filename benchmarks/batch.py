@@ -1,11 +1,10 @@
-"""A batch through a chain against the same prompts one after the other.
+"""Throughput of a LangChain chain: `batch` and `abatch` compared with single calls.
 
     python benchmarks/batch.py [--prompts FILE.jsonl] [--count 32] [--max-tokens 64] [--rounds 2]
         [--model NAME --draft NAME]
 
-Each round answers every prompt by single calls, by `batch` and by `abatch` of `prompt | model`, in turn, and in the
-other order the next time. Nothing is kept between them that makes one faster: the first words of the prompt differ
-from round to round and from method to method, so that no text is known from before.
+Each round answers every prompt with single calls, `batch` and `abatch` of `prompt | model`, in alternating order. The
+first words of the prompts differ between rounds and methods, so that no method profits from cached text.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def main() -> None:
     template = ChatPromptTemplate.from_messages([("system", "You are helper {number}."), ("human", "{text}")])
     with CARDChatModel(**fields, max_tokens=args.max_tokens).load() as model:
         chain: Chain = template | model
-        for number in (1, 2):  # one answer by each schedule, so that step times are known
+        for number in (1, 2):  # one answer by each schedule, to measure step times
             chain.invoke({"number": number, "text": texts[0]})
         speeds: dict[str, list[float]] = {method.__name__: [] for method in METHODS}
         for round_ in range(args.rounds):

@@ -1,11 +1,11 @@
-"""Several drafters at once, on a virtual clock: n-grams, a draft model, both beside each other, one above the other.
+"""Combinations of n-grams and a draft model on a virtual clock: each alone, side by side, and stacked.
 
     python benchmarks/composite.py [--device NAME] [--draft-ms MS] [--traces DIR] [--two-devices]
 
-Target and draft model replay recorded texts (`benchmarks/contest/record.py`) with the step times of a measured device;
-the n-gram drafter, the coordinator and its controller are the real ones, and learn as they go from text to text. Each
-text is a tenant of its own: n-grams have nothing but its prompt and what was answered. Figures are speed over plain
-decoding, the same on every machine.
+Target and draft model replay recorded texts (`benchmarks/contest/record.py`) with the step times of a measured device.
+The n-gram drafter, the coordinator and its controller are the real ones; the controller learns from text to text. Each
+text is a separate tenant, so that n-grams know only its prompt and answer. The figures are speedups over plain decoding
+and do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ METHODS = {
     "model above n-grams": (True, False, True),
     "the same, and n-grams beside": (True, True, True),
 }
-"""Whether there is a draft model, n-grams beside it, n-grams below it."""
+"""Drafters of each method: (a draft model, n-grams beside it, n-grams below it)."""
 
 BLOCK = 8
-"""Candidates that the draft model asks n-grams for at a time, as `stack=("ngram",)` has it."""
+"""Candidates that the draft model requests from n-grams at a time, the default of `stack=("ngram",)`."""
 
 
 def seconds(
     traces: list[Trace], slowdown: tuple[float, float] | None, costs: Costs, model: bool, beside: bool, below: bool
 ) -> float:
-    """Of all texts, one after the other; without a slowdown, which shared devices have, there are two."""
+    """Return the virtual seconds of all texts, one after the other. `slowdown` None: each model has its own device."""
     policy, limits, spent = controller(shared_device=slowdown is not None, limits=Limits()), Limits(), 0.0
     ngrams = [NgramDrafter(Setting(limits=limits)) for _ in range(2)]
     for number, trace in enumerate(traces):
@@ -79,11 +79,11 @@ def main() -> None:
     slowdown = None if args.two_devices else device.slowdown
     print(f"{'':30}" + "".join(f"{kind:>8}" for kind in kinds))
     for name, parts in METHODS.items():
-        found = []
+        speedups = []
         for traces in kinds.values():
             tokens = sum(len(trace.token_ids) for trace in traces)
-            found.append(tokens * costs.target(1) / seconds(traces, slowdown, costs, *parts))
-        print(f"{name:30}" + "".join(f"{speedup:8.2f}" for speedup in found), flush=True)
+            speedups.append(tokens * costs.target(1) / seconds(traces, slowdown, costs, *parts))
+        print(f"{name:30}" + "".join(f"{speedup:8.2f}" for speedup in speedups), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What a grammar costs, and what it brings: the same texts with and without one, and long documents.
+"""Speed under a grammar: the same texts with and without one, and long documents under a schema.
 
     python benchmarks/constrained.py [--model NAME --draft NAME] [--count 10] [--max-tokens 160]
 
-Every prompt is answered in each way, in turn, and in the other order the next time:
+Every prompt is answered in each way, in an order that alternates:
 
-- *Texts*: written freely, and under the grammar of an answer that may call a tool, which allows any text. Both are the
-  same text, so that masks, states and ends are all that is added.
-- *Documents*: an order is read out of a letter, under a schema with long names, by the schedule `auto`, by the target
-  alone under the same schema, and by the target alone without it.
+- *Texts*: free, and under the grammar of an answer that may call a tool, which allows any text. Both ways write the
+  same text, so that the difference is the cost of masks and grammar states.
+- *Documents*: an order is extracted from a letter, by `auto` and by the target alone, each with and without a schema
+  that has long names.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ ORDER = json_grammar(Order.model_json_schema(), strict=True)
 
 
 def in_turn(engine: Engine, texts: Sequence[str], ways: Mapping[str, SamplingParams]) -> dict[str, list[Completion]]:
-    """The answers of every way to every prompt."""
-    found: dict[str, list[Completion]] = {name: [] for name in ways}
+    """Return the answers to every prompt, by way."""
+    answers: dict[str, list[Completion]] = {name: [] for name in ways}
     for i, text in enumerate(texts):
         messages: Any = [{"role": "user", "content": text}]
         ids = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         for name in [*ways][:: 1 if i % 2 else -1]:
-            found[name].append(engine.submit(ids, ways[name]).result())
+            answers[name].append(engine.submit(ids, ways[name]).result())
         print(".", end="", flush=True)
     print()
-    return found
+    return answers
 
 
-def report(title: str, found: Mapping[str, list[Completion]], base: str) -> None:
-    """A line for each way; ratios of tokens a second prompt by prompt."""
+def report(title: str, completions: Mapping[str, list[Completion]], base: str) -> None:
+    """Print a line for each way, with the ratios of tokens per second, paired by prompt."""
     print(title)
-    speeds = {name: [answer.stats.tokens_per_second for answer in answers] for name, answers in found.items()}
-    for name, answers in found.items():
-        ratios = [own / other for own, other in zip(speeds[name], speeds[base], strict=True)]
-        same = sum(a.token_ids == b.token_ids for a, b in zip(answers, found[base], strict=True))
+    speeds = {name: [answer.stats.tokens_per_second for answer in answers] for name, answers in completions.items()}
+    for name, answers in completions.items():
+        ratios = [speed / other for speed, other in zip(speeds[name], speeds[base], strict=True)]
+        same = sum(a.token_ids == b.token_ids for a, b in zip(answers, completions[base], strict=True))
         tokens = statistics.mean(len(answer.token_ids) for answer in answers)
         forced = statistics.mean(answer.stats.accepted_by_source.get("forced", 0) for answer in answers)
         print(
@@ -103,21 +103,21 @@ def main() -> None:
 
     with Engine(config) as engine:
         texts = prompts.load(prompts.OWN, args.count)
-        in_turn(engine, texts[:2], {"first": params("auto")})  # so that step times of both schedules are known
+        in_turn(engine, texts[:2], {"first": params("auto")})  # measures step times of both schedules
         for schedule in ("auto", "plain"):
             ways = {"free": params(schedule), "under a grammar": params(schedule, ANY_TEXT)}
             report(f"Texts, {schedule}", in_turn(engine, texts, ways), "free")
-        asked = [f"Read the order out of this letter, as JSON.\n\n{letter}" for letter in LETTERS[: args.count]]
+        questions = [f"Read the order out of this letter, as JSON.\n\n{letter}" for letter in LETTERS[: args.count]]
         ways = {
             "plain, free": params("plain"),
             "plain, the schema": params("plain", ORDER),
             "auto, free": params("auto"),
             "auto, the schema": params("auto", ORDER),
         }
-        found = in_turn(engine, asked, ways)
-        for answer in (*found["plain, the schema"], *found["auto, the schema"]):
+        completions = in_turn(engine, questions, ways)
+        for answer in (*completions["plain, the schema"], *completions["auto, the schema"]):
             Order.model_validate_json(answer.text)
-        report("Documents", found, "plain, free")
+        report("Documents", completions, "plain, free")
 
 
 if __name__ == "__main__":

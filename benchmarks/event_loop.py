@@ -1,10 +1,9 @@
-"""How late an event loop is while it reads streams: against one that idles beside the same decoding.
+"""Delays of an event loop that reads streams, compared with one that idles during the same decoding.
 
     python benchmarks/event_loop.py [--streams 20] [--seconds 20] [--rounds 3] [--model NAME --draft NAME]
 
-Each round has two phases, which differ only in who reads the answers. *Idle*: threads do, and the loop does nothing
-but tick every millisecond (beside the threads' Python: the same work, elsewhere). *Streams*: the loop reads all of
-them with `astream`, and ticks. A tick's delay is how much later it came than it was due.
+Each round has two phases. *Idle*: threads read the answers, and the loop only ticks every millisecond. *Streams*: the
+loop reads all answers with `astream`, and ticks. The delay of a tick is its time minus the time when it was due.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TICK = 0.001
 
 
 class Load:
-    """`count` answers are always being written and read, until `stop()`."""
+    """A load of `count` concurrent answers, until `stop()`."""
 
     def __init__(self, model: CARDChatModel, count: int) -> None:
         self._model, self._count = model, count
@@ -58,11 +57,11 @@ class Load:
 
 
 async def delays(seconds: float) -> list[float]:
-    found, end = [], time.perf_counter() + seconds
+    late, end = [], time.perf_counter() + seconds
     while (now := time.perf_counter()) < end:
         await asyncio.sleep(TICK)
-        found.append(time.perf_counter() - now - TICK)
-    return found
+        late.append(time.perf_counter() - now - TICK)
+    return late
 
 
 def idle(model: CARDChatModel, streams: int, seconds: float) -> tuple[list[float], float]:
@@ -70,12 +69,12 @@ def idle(model: CARDChatModel, streams: int, seconds: float) -> tuple[list[float
     threads = load.read_in_threads()
     time.sleep(2)
     before = load.tokens
-    found = asyncio.run(delays(seconds))
+    late = asyncio.run(delays(seconds))
     tokens = load.tokens - before
     load.stop()
     for thread in threads:
         thread.join()
-    return found, tokens / seconds
+    return late, tokens / seconds
 
 
 def reading(model: CARDChatModel, streams: int, seconds: float) -> tuple[list[float], float]:
@@ -84,11 +83,11 @@ def reading(model: CARDChatModel, streams: int, seconds: float) -> tuple[list[fl
         readers = [asyncio.create_task(load.read()) for _ in range(streams)]
         await asyncio.sleep(2)
         before = load.tokens
-        found = await delays(seconds)
+        late = await delays(seconds)
         tokens = load.tokens - before
         load.stop()
         await asyncio.gather(*readers)
-        return found, tokens / seconds
+        return late, tokens / seconds
 
     return asyncio.run(run())
 
@@ -112,10 +111,10 @@ def main() -> None:
             phases = {"idle": idle, "streams": reading}
             worst = {}
             for name in phases if round_ % 2 == 0 else reversed(phases):
-                found, speed = phases[name](model, args.streams, args.seconds)
-                worst[name] = quantile(found, 0.999)
-                line = ", ".join(f"p{100 * share:g} {quantile(found, share):.1f} ms" for share in (0.5, 0.99, 0.999))
-                print(f"{name}: {len(found):,} ticks, {line}; {speed:.0f} tokens/s", flush=True)
+                late, speed = phases[name](model, args.streams, args.seconds)
+                worst[name] = quantile(late, 0.999)
+                line = ", ".join(f"p{100 * share:g} {quantile(late, share):.1f} ms" for share in (0.5, 0.99, 0.999))
+                print(f"{name}: {len(late):,} ticks, {line}; {speed:.0f} tokens/s", flush=True)
             ratios.append(worst["streams"] / worst["idle"])
         print(f"p99.9 of a loop that reads {args.streams} streams: {statistics.median(ratios):.2f} times an idle one's")
 

@@ -1,4 +1,4 @@
-"""What a GPU gives: step times against the bandwidth floor, and the speed-up that follows. Under eight minutes.
+"""Step times of a GPU compared with its bandwidth limit, and the speed-up they allow. Takes less than eight minutes.
 
 python benchmarks/gpu.py                 torch and transformers suffice; skips where there is no CUDA device
 python benchmarks/gpu.py --tiny          the same code on two tiny models, on a CPU if need be
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks.contest.contest import card, controller, joined
 from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import shipped
-from langchain_card.bench.devices import Device
+from langchain_card.bench.step_times import Device
 from langchain_card.core import messages as m
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.core.walk import ExactRule
@@ -54,7 +54,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Bench:
-    """One run: what is measured goes to the screen at once, and into `figures`."""
+    """One run of the script. Each figure is printed at once and added to `figures`."""
 
     def __init__(self, device: torch.device, shapes: dict[str, Any], repeats: int) -> None:
         self.device, self.shapes, self.repeats = device, shapes, repeats
@@ -68,7 +68,7 @@ class Bench:
         print(f"{time.perf_counter() - self.begun:6.0f} s  {name}: {value}", flush=True)
 
     def model(self, shape: str) -> Any:
-        """Random weights on the device, made there."""
+        """Return a model of random weights, made on the device."""
         hidden, intermediate, layers, heads, kv_heads, tied = self.shapes[shape]
         config = Qwen2Config(
             vocab_size=151_936 if self.shapes is SHAPES else 512,
@@ -81,7 +81,7 @@ class Bench:
         return model.requires_grad_(False).eval()
 
     def milliseconds(self, call: Callable[[], object], repeats: int | None = None) -> float:
-        """Median of calls that end with a read from the device."""
+        """Return the median of calls, each of which ends with a read from the device."""
         times = []
         for _ in range(repeats or self.repeats):
             begun = time.perf_counter()
@@ -90,7 +90,7 @@ class Bench:
         return round(1e3 * statistics.median(times), 4)
 
     def bandwidth(self) -> float:
-        """Bytes a second of a copy, read and written."""
+        """Return the bytes per second of a copy, reads and writes counted."""
         size = 2**31 if self.device.type == "cuda" else 2**26
         a, b = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
 
@@ -102,11 +102,11 @@ class Bench:
         return 2 * size / self.milliseconds(copy, 10) * 1e3
 
     def steps(self, runner: ModelRunner, widths: Sequence[int], choose: Any = None) -> dict[int, float]:
-        """Milliseconds of a step over a chain, token ids read back, by its rows."""
+        """Return the milliseconds of a step over a chain by its rows, token ids read back."""
         cache = runner.open()
         runner.prefill(cache, [1 + i % 99 for i in range(CONTEXT)])
         choose = choose or (lambda logits: logits.argmax(dim=-1).tolist())
-        found = {}
+        curve = {}
         for width in widths:
             rows = Rows(cache, [5] * width, cache.length, [tuple(range(i + 1)) for i in range(width)])
 
@@ -115,13 +115,13 @@ class Bench:
 
             for _ in range(3):
                 step()
-            found[width] = self.milliseconds(step)
+            curve[width] = self.milliseconds(step)
         runner.close(cache)
-        return found
+        return curve
 
 
 def executions(bench: Bench, shape: str, bytes_per_second: float) -> dict[int, float]:
-    """One row eager, captured, compiled and captured, against the floor; then all widths of the best."""
+    """Measure eager, captured and compiled steps, and return the curve of the fastest execution."""
     model = bench.model(shape)
     config = model.config
     read = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -144,25 +144,25 @@ def executions(bench: Bench, shape: str, bytes_per_second: float) -> dict[int, f
 
 
 def draft_steps(bench: Bench, shape: str) -> dict[int, float]:
-    """The whole step of a drafter: forward, top-k with log-sum-exp, read back, tree."""
+    """Measure the whole step of a drafter: forward pass, top-k with log-sum-exp, read-back, tree."""
     model = bench.model(shape)
     runner = ModelRunner(model, max_len=2 * MAX_LEN, num_scratch=1024, execution="graphs")
     drafter = ModelDrafter(runner, vocab_size=model.config.vocab_size)
     prompt = tuple(1 + i % 99 for i in range(CONTEXT))
-    found = {}
+    curve = {}
     for width in (1, 2, 4, 8, 16, 32, 64):
         drafter.begin(Request(width, prompt, SamplingParams(max_tokens=512)), ())
-        for _ in range(4):  # the first expand the root and a few; from then on steps are of full width
+        for _ in range(4):  # the first steps expand few nodes; later ones have the full width
             drafter.step([Budget(width, width)])
         budgets = [Budget(width, width)]
-        found[width] = bench.milliseconds(functools.partial(drafter.step, budgets), 10)
+        curve[width] = bench.milliseconds(functools.partial(drafter.step, budgets), 10)
         drafter.end(width)
-    bench.note(f"{shape}: whole draft step, ms by width", found)
-    return found
+    bench.note(f"{shape}: whole draft step, ms by width", curve)
+    return curve
 
 
 def overlap(bench: Bench, target_shape: str, draft_shape: str, draft_device: torch.device) -> tuple[float, float]:
-    """How much longer steps of target and draft take while both run."""
+    """Return the slowdown of target and draft while both run."""
     target = ModelRunner(bench.model(target_shape), max_len=MAX_LEN, num_scratch=SCRATCH, execution="graphs")
     draft_model = bench.model(draft_shape).to(draft_device)
     draft = ModelRunner(draft_model, max_len=MAX_LEN, num_scratch=SCRATCH)
@@ -179,7 +179,7 @@ def overlap(bench: Bench, target_shape: str, draft_shape: str, draft_device: tor
         thread.start()
     for thread in threads:
         thread.join()
-    slowdown = tuple(round(statistics.median(seen) / one, 2) for seen, one in zip(times, alone, strict=True))
+    slowdown = tuple(round(statistics.median(both) / single, 2) for both, single in zip(times, alone, strict=True))
     bench.note(
         f"{target_shape} + {draft_shape} on {draft_device}: alone ms, then how many times longer", (alone, slowdown)
     )
@@ -187,12 +187,12 @@ def overlap(bench: Bench, target_shape: str, draft_shape: str, draft_device: tor
 
 
 def no_grammar(grammar: str) -> Constraint:
-    """For requests that have none."""
+    """Refuse to compile: the requests here have no grammar."""
     raise NotImplementedError(grammar)
 
 
 def strict_equality(bench: Bench, shape: str, tokens: int) -> None:
-    """A strict target with candidates that are partly right writes what it writes alone, bit for bit."""
+    """Check that a strict target with partly right candidates writes exactly what it writes alone."""
     runner = ModelRunner(
         bench.model(shape), max_len=CONTEXT + tokens + 64, num_scratch=STRICT_WIDTH, width=STRICT_WIDTH
     )
@@ -218,8 +218,8 @@ def strict_equality(bench: Bench, shape: str, tokens: int) -> None:
     plain = write(lambda position: ())
 
     def partly_right(position: int) -> list[int]:
-        own = plain[position : position + rng.randint(0, STRICT_WIDTH - 1)]
-        return [token if rng.random() < 0.9 else 7 for token in own]
+        right = plain[position : position + rng.randint(0, STRICT_WIDTH - 1)]
+        return [token if rng.random() < 0.9 else 7 for token in right]
 
     again = write(partly_right)
     first = next((i for i, (a, b) in enumerate(zip(plain, again, strict=True)) if a != b), None)
@@ -229,7 +229,7 @@ def strict_equality(bench: Bench, shape: str, tokens: int) -> None:
 
 
 def projections(bench: Bench, targets: dict[str, dict[int, float]], draft: dict[int, float], slowdown: Any) -> None:
-    """The speed-up over plain decoding on recorded traces, with these step times, on a virtual clock."""
+    """Project the speed-up over plain decoding: recorded traces and these step times on a virtual clock."""
     seconds = {rows: ms / 1e3 for rows, ms in draft.items()}
     for shape, curve in targets.items():
         target = {rows: ms / 1e3 for rows, ms in curve.items()}
@@ -237,17 +237,17 @@ def projections(bench: Bench, targets: dict[str, dict[int, float]], draft: dict[
         for kind, traces in shipped().items():
             text = [joined(traces)]
             costs = costs_of(device)
-            two = costs.target(1) * card(text, costs, "auto", controller())
-            one = costs.target(1) * max(
+            on_two = costs.target(1) * card(text, costs, "auto", controller())
+            on_one = costs.target(1) * max(
                 card(text, costs, "auto", controller(shared_device=True)),
                 card(text, costs, "parallel", controller(shared_device=True), slowdown=slowdown),
             )
-            bench.note(f"{shape} with 0.5B, {kind}: one GPU, projected", round(one, 2))
-            bench.note(f"{shape} with 0.5B, {kind}: two GPUs, projected, not run", round(two, 2))
+            bench.note(f"{shape} with 0.5B, {kind}: one GPU, projected", round(on_one, 2))
+            bench.note(f"{shape} with 0.5B, {kind}: two GPUs, projected, not run", round(on_two, 2))
 
 
 def run_all(bench: Bench) -> None:
-    """All parts in order; one that fails is noted, and the next goes on."""
+    """Run all parts in order. A part that fails is noted, and the next one runs."""
     small, *larger = bench.shapes
     large = larger[-2] if len(larger) > 1 else larger[-1]
     speed = bench.bandwidth()
@@ -279,7 +279,7 @@ def run_all(bench: Bench) -> None:
 
 
 def main() -> None:
-    """Runs all parts and writes the figures."""
+    """Run all parts and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models, a few repeats, any device")
     parser.add_argument("--json", type=Path, help="write the figures here as well")

@@ -1,12 +1,12 @@
-"""What a lossy rule gains and what it costs: tokens per round, rescued tokens and task scores beside the exact rule.
+"""Lossy acceptance rules compared with the exact one: tokens per round, rescued tokens and task scores.
 
     python benchmarks/loose.py --prompts humaneval.jsonl gsm8k.jsonl --count 40 --json docs/loose.jsonl
 
-HumanEval's rows are scored by their own tests, in a process with bounds and without sockets; GSM8K's by the last number
-of the answer. Windows are pinned to chains of 15 candidates of the draft model, so that counts do not depend on time.
-Each answer is added to the `--json` file as soon as it is there: a run that was stopped goes on where it was, but for
-what a quantile has learnt. Intervals are of 95 %: Wilson's of scores, else bootstrapped over prompts; differences to
-the exact rule are paired by prompt.
+HumanEval's rows are scored by their tests, in a process with resource limits and without sockets; GSM8K's by the last
+number of the answer. Windows are pinned to chains of 15 candidates of the draft model, so that counts do not depend on
+time. Each answer is added to the `--json` file at once, so that a stopped run can continue; only the state of
+`quantile` is lost. Intervals are of 95 %: Wilson's for scores, else bootstrapped over prompts. Differences to the exact
+rule are paired by prompt.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ sys.addaudithook(forbid)
 exec(compile(program, "answer", "exec"), {{"__name__": "answer"}})
 print("passed")
 """
-"""Of a model that means no harm: what it wrote is kept from doing some by mistake."""
+"""Program that runs a model's code. It guards against accidents, not against malicious code."""
 
 Row = dict[str, Any]
 Interval = tuple[float, float]
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """What an earlier run has answered."""
+    """Return the answers of earlier runs."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -79,26 +79,26 @@ def key_of(row: Row) -> tuple[Any, ...]:
 
 
 def measure(args: argparse.Namespace, known: list[Row]) -> list[Row]:
-    """Every row with every rule, one engine a rule over the same weights; what is known is not asked again."""
-    asked = [task for path in args.prompts for task in tasks(path, args.count)]
-    wanted = [
+    """Answer every task with every rule, except those in `known`. Each rule has an engine over the same weights."""
+    questions = [task for path in args.prompts for task in tasks(path, args.count)]
+    jobs = [
         {**task, "rule": rule, "model": args.model, "draft_model": args.draft_model}
-        for task in asked
+        for task in questions
         for rule in args.rules
     ]
     done = {key_of(row): row for row in known}
-    with contextlib.ExitStack() as held, args.json.open("a") as file:
+    with contextlib.ExitStack() as stack, args.json.open("a") as file:
         engines: dict[str, Engine] = {}
-        for task in tqdm(wanted, unit="answer", initial=0):
+        for task in tqdm(jobs, unit="answer", initial=0):
             if key_of(task) in done:
                 continue
             if task["rule"] not in engines:
-                engines[task["rule"]] = held.enter_context(engine_of(args, task["rule"]))
+                engines[task["rule"]] = stack.enter_context(engine_of(args, task["rule"]))
             row = answer(engines[task["rule"]], task)
             done[key_of(task)] = row
             file.write(json.dumps(row) + "\n")
             file.flush()
-    return [done[key_of(task)] for task in wanted]
+    return [done[key_of(task)] for task in jobs]
 
 
 def engine_of(args: argparse.Namespace, rule: str) -> Engine:
@@ -108,9 +108,9 @@ def engine_of(args: argparse.Namespace, rule: str) -> Engine:
 
 
 def tasks(path: Path, count: int) -> list[Row]:
-    """The first rows of a file, as questions with what their answers are judged by."""
+    """Return the first rows of a file as questions, each with the row that scores its answer."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
-    found: list[Row] = []
+    questions: list[Row] = []
     for number, row in enumerate(rows):
         if "entry_point" in row:
             question = "Complete this function. Answer with the code only.\n\n" + row["prompt"]
@@ -121,8 +121,8 @@ def tasks(path: Path, count: int) -> list[Row]:
         else:
             question = row["question"] + "\nThink step by step, and end with the answer as a number."
             judged = {"set": "gsm8k", "row": {"answer": row["answer"]}}
-        found.append({**judged, "number": number, "question": question, "max_tokens": MAX_TOKENS[judged["set"]]})
-    return found
+        questions.append({**judged, "number": number, "question": question, "max_tokens": MAX_TOKENS[judged["set"]]})
+    return questions
 
 
 def answer(engine: Engine, task: Row) -> Row:
@@ -138,7 +138,7 @@ def answer(engine: Engine, task: Row) -> Row:
 
 
 def passes(text: str, row: Row) -> bool:
-    """Whether the code of an answer passes its row's tests."""
+    """Return True if the code of an answer passes its row's tests."""
     block = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", text, re.DOTALL)
     program = "\n\n".join([row["prompt"], block[1] if block else text, row["test"], f"check({row['entry_point']})"])
     with tempfile.TemporaryDirectory() as folder:
@@ -153,29 +153,29 @@ def passes(text: str, row: Row) -> bool:
 
 
 def is_right(text: str, row: Row) -> bool:
-    """Whether the last number of an answer is the one behind `####`."""
+    """Return True if the last number of an answer is the one after `####` in its row."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     wanted = row["answer"].rpartition("####")[2].strip()
     return bool(numbers) and float(numbers[-1].replace(",", "")) == float(wanted.replace(",", ""))
 
 
 def report(name: str, rows: list[Row], rules: Sequence[str]) -> None:
-    """A table for `docs/performance.md`."""
+    """Print a table for `docs/performance.md`."""
     by_rule = {rule: sorted((r for r in rows if r["rule"] == rule), key=lambda r: r["number"]) for rule in rules}
     base = by_rule[rules[0]]
     print(f"\n| {name}, {len(base)} rows | tokens a round | more than {rules[0]} | rescued, % | right | points more |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for rule, own in by_rule.items():
-        pairs, right = [*zip(base, own, strict=True)], sum(row["right"] for row in own)
+    for rule, answers in by_rule.items():
+        pairs, right = [*zip(base, answers, strict=True)], sum(row["right"] for row in answers)
         cells = [
             f"`{rule}`",
-            f"{pace(own):.2f} {shown(bootstrap(own, pace))}",
+            f"{pace(answers):.2f} {shown(bootstrap(answers, pace))}",
             f"{gain(pairs):.2f} {shown(bootstrap(pairs, gain))}",
-            f"{100 * share(own):.2f} {shown(bootstrap(own, share), 100)}",
-            f"{right} {shown(wilson(right, len(own)), len(own), 0)}",
+            f"{100 * share(answers):.2f} {shown(bootstrap(answers, share), 100)}",
+            f"{right} {shown(wilson(right, len(answers)), len(answers), 0)}",
             f"{100 * better(pairs):.1f} {shown(bootstrap(pairs, better), 100, 0)}",
         ]
-        if own is base:
+        if answers is base:
             cells = [*cells[:2], "", "", cells[4], ""]
         print("| " + " | ".join(cells) + " |")
 
@@ -189,11 +189,11 @@ def share(rows: Sequence[Row]) -> float:
 
 
 def gain(pairs: Sequence[tuple[Row, Row]]) -> float:
-    return pace([own for _, own in pairs]) - pace([base for base, _ in pairs])
+    return pace([row for _, row in pairs]) - pace([base for base, _ in pairs])
 
 
 def better(pairs: Sequence[tuple[Row, Row]]) -> float:
-    return statistics.mean(own["right"] - base["right"] for base, own in pairs)
+    return statistics.mean(row["right"] - base["right"] for base, row in pairs)
 
 
 def shown(interval: Interval, times: float = 1.0, digits: int = 2) -> str:
@@ -201,14 +201,14 @@ def shown(interval: Interval, times: float = 1.0, digits: int = 2) -> str:
 
 
 def bootstrap(items: Sequence[Any], figure: Callable[[Sequence[Any]], float], draws: int = 2000) -> Interval:
-    """The 95 % interval of a figure over items that are drawn again."""
+    """Return the 95 % bootstrap interval of a figure."""
     rng = random.Random(0)
-    found = sorted(figure(rng.choices(items, k=len(items))) for _ in range(draws))
-    return found[int(0.025 * draws)], found[int(0.975 * draws)]
+    samples = sorted(figure(rng.choices(items, k=len(items))) for _ in range(draws))
+    return samples[int(0.025 * draws)], samples[int(0.975 * draws)]
 
 
 def wilson(right: int, count: int, z: float = 1.96) -> Interval:
-    """The 95 % interval of a share."""
+    """Return the 95 % interval of a share."""
     middle, width = right + z * z / 2, z * math.sqrt(right * (count - right) / count + z * z / 4)
     return (middle - width) / (count + z * z), (middle + width) / (count + z * z)
 

@@ -1,36 +1,42 @@
-"""Replays recorded answers: what the n-gram drafter would have gained, beside prompt lookup and plain Cacheback.
+"""Replay of recorded answers with the n-gram drafter, compared with prompt lookup and plain Cacheback.
 
     python benchmarks/ngram.py [FILE ...] [--table FILE] [--device NAME]
 
-A file holds a JSON list of objects with `prompt_ids` and `token_ids`; without one the shipped traces are read. Speed is
-modelled: step times of a measured device, rows chosen by the controller's rule; the references verify all that they
-propose. Times of the drafter are CPU times of this process, which other programs lengthen.
+A file holds a JSON list of objects with `prompt_ids` and `token_ids`. The default is the traces of the contest. Speed
+is modelled from step times of a measured device. The controller's rule chooses the rows of the n-gram drafter; the
+references verify all that they propose. Times of the drafter are CPU times of this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from langchain_card.bench import devices
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.contest.devices import load_device
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.costs import CostModel
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.ports import Budget, Setting
 
-DATA = Path(devices.__file__).parent / "data"
+TRACES = Path(__file__).parent / "contest" / "data"
 WINDOW = 16
+CACHEBACK_LENGTHS = ((1, 3), (2, 2))
+"""Lengths of leaders and followers."""
+
 Answer = tuple[list[int], list[int]]
 
 
 @dataclass
 class Counts:
-    """Of one drafter on one set; times in seconds."""
+    """Counts and seconds of one drafter on one set."""
 
     rounds: int = 0
     tokens: int = 0
@@ -41,7 +47,7 @@ class Counts:
     drafting: float = 0.0
 
     def shown(self, plain: float) -> str:
-        """In a line."""
+        """Return the counts in a line. `plain` is the time of a plain step."""
         line = (
             f"{self.tokens * plain / self.modelled:6.3f} x plain, {self.tokens / self.rounds:5.2f} tokens and "
             f"{self.verified / self.rounds:5.2f} candidates a pass"
@@ -54,15 +60,15 @@ class Counts:
 
 
 def step_times(device: str) -> CostModel:
-    """A model of costs that knows a device."""
+    """Return a cost model with the step times of a device."""
     costs = CostModel()
-    for rows, seconds in json.loads((DATA / "devices" / f"{device}.json").read_text())["target"].items():
-        costs.target.observe(int(rows), seconds)
+    for rows, seconds in load_device(device).target.items():
+        costs.target.observe(rows, seconds)
     return costs
 
 
 def drafted(drafter: NgramDrafter, answers: Sequence[Answer], costs: CostModel) -> Counts:
-    """The drafter, one answer after the other, with what it learnt of those before."""
+    """Replay answers with the n-gram drafter, which learns from one answer for the next."""
     counts = Counts()
     for number, (prompt_ids, token_ids) in enumerate(answers):
         tree, done, begun = CandidateTree(prompt_ids[-1]), 1, time.process_time()
@@ -98,7 +104,7 @@ def drafted(drafter: NgramDrafter, answers: Sequence[Answer], costs: CostModel) 
 
 
 def count(counts: Counts, seconds: float, verified: int, tokens: int) -> None:
-    """Adds a pass."""
+    """Count a pass."""
     counts.rounds += 1
     counts.modelled += seconds
     counts.verified += verified
@@ -106,7 +112,7 @@ def count(counts: Counts, seconds: float, verified: int, tokens: int) -> None:
 
 
 def lookup(text: Sequence[int], num_tokens: int = 10, longest: int = 2) -> list[list[int]]:
-    """Prompt lookup as in transformers: what followed the first place of the longest n-gram."""
+    """Return the candidates of transformers' prompt lookup: the text after the first match of the longest n-gram."""
     for n in range(longest, 0, -1):
         for start in range(len(text) - n):
             if text[start : start + n] == text[-n:]:
@@ -115,14 +121,14 @@ def lookup(text: Sequence[int], num_tokens: int = 10, longest: int = 2) -> list[
 
 
 class Cacheback:
-    """As in the paper: one leader length, followers of one length, looked up again behind each, dynamic only."""
+    """Cacheback as published, without a frozen table: leaders and followers of one length each."""
 
     def __init__(self, leader: int, follower: int, ways: int = 4) -> None:
         self.leader, self.follower, self.ways = leader, follower, ways
         self.table: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def learn(self, window: Sequence[int]) -> None:
-        """The last tokens of a text."""
+        """Record the last tokens of a text."""
         if len(window) == self.leader + self.follower:
             followers = self.table.setdefault(tuple(window[: self.leader]), [])
             followed = tuple(window[self.leader :])
@@ -132,7 +138,7 @@ class Cacheback:
             del followers[self.ways :]
 
     def paths(self, text: Sequence[int]) -> Iterator[list[int]]:
-        """Of a trie, until the budget is spent by who asks."""
+        """Yield candidate paths, each followed by its continuations. The caller stops at its budget."""
         paths: list[list[int]] = [[]]
         for path in paths:
             for followed in self.table.get(tuple([*text[-self.leader :], *path][-self.leader :]), []):
@@ -141,7 +147,7 @@ class Cacheback:
 
 
 def referenced(answers: Sequence[Answer], costs: CostModel, cacheback: Cacheback | None) -> Counts:
-    """Prompt lookup, or Cacheback, which knows the answers before."""
+    """Replay answers with Cacheback, which keeps its table between answers, or with prompt lookup if it is None."""
     counts = Counts()
     for prompt_ids, token_ids in answers:
         text, done, learnt = [*prompt_ids, token_ids[0]], 1, 0
@@ -168,27 +174,26 @@ def referenced(answers: Sequence[Answer], costs: CostModel, cacheback: Cacheback
 
 
 def main() -> None:
-    """Prints a line for each set and drafter."""
+    """Print a line for each set and drafter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="recorded answers")
     parser.add_argument("--table", default="", help="a frozen table, of the recorded model's tokenizer")
     parser.add_argument("--device", default="cpu", help="whose step times are taken (%(default)s)")
     args = parser.parse_args()
     plain = step_times(args.device).target.at(1)
-    for file in args.files or sorted(DATA.glob("*.json")):
+    for file in args.files or sorted(TRACES.glob("*.json")):
         answers = [(row["prompt_ids"], row["token_ids"]) for row in json.loads(file.read_text())]
-        found = {
+        counts_by_name = {
             "n-grams": drafted(NgramDrafter(Setting(), table=args.table), answers, step_times(args.device)),
             "prompt lookup": referenced(answers, step_times(args.device), None),
             **{
-                f"Cacheback {n}, {m}": referenced(answers, step_times(args.device), Cacheback(n, m)) for n, m in LENGTHS
+                f"Cacheback {n}, {m}": referenced(answers, step_times(args.device), Cacheback(n, m))
+                for n, m in CACHEBACK_LENGTHS
             },
         }
-        for name, counts in found.items():
+        for name, counts in counts_by_name.items():
             print(f"{file.stem:10} {name:14} {counts.shown(plain)}", flush=True)
 
-
-LENGTHS = ((1, 3), (2, 2))
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""What int8 costs in quality, teacher-forced: top-1 agreement with float32, and perplexity of both.
+"""Quality of int8 weights, teacher-forced: top-1 agreement with float32, and perplexity of both.
 
 python benchmarks/quality.py --model qwen2.5-coder-1.5b --prompts humaneval.jsonl gsm8k.jsonl --count 40
 """
@@ -44,7 +44,7 @@ class Quality:
 
 
 def texts(path: Path, count: int) -> list[tuple[str, str]]:
-    """Question and answer of each row."""
+    """Return question and answer of each row."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
     keys: tuple[str, str] = ("prompt", "canonical_solution") if "prompt" in rows[0] else ("question", "answer")
     return [(row[keys[0]], row[keys[1]]) for row in rows]
@@ -58,7 +58,7 @@ def runner(model: str, quantization: str | None) -> Iterator[tuple[ModelRunner, 
 
 
 def losses(model: ModelRunner, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each answer token and the model's own choice there, computed by decode steps of `ROWS` rows."""
+    """Return the loss of each answer token and the model's choice there, from decode steps of `ROWS` rows."""
     cache = model.open()
     model.prefill(cache, prompt[:-1])
     loss, choice = [], []
@@ -71,23 +71,23 @@ def losses(model: ModelRunner, prompt: list[int], answer: list[int]) -> tuple[to
 
 
 def measure(model: str, sets: dict[str, list[tuple[str, str]]]) -> dict[str, Quality]:
-    """Both forms over every set; one model in memory at a time."""
+    """Return the quality of every set. One model is in memory at a time."""
     use_threads(num_cores())
-    seen: dict[str, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {name: [] for name in sets}
+    results: dict[str, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {name: [] for name in sets}
     for quantization in (None, "int8"):
         with runner(model, quantization) as (model_runner, pair):
             for name, rows in sets.items():
                 shown = tqdm(rows, desc=f"{name}, {quantization or 'float32'}", unit="row")
-                seen[name].append([losses(model_runner, *_encode(pair.tokenizer, *row)) for row in shown])
-    result = {}
-    for name, (floats, ints) in seen.items():
-        quality = result[name] = Quality()
+                results[name].append([losses(model_runner, *_encode(pair.tokenizer, *row)) for row in shown])
+    qualities = {}
+    for name, (floats, ints) in results.items():
+        quality = qualities[name] = Quality()
         for (loss_float, choice_float), (loss_int8, choice_int8) in zip(floats, ints, strict=True):
             quality.tokens += len(loss_float)
             quality.agreed += int((choice_float == choice_int8).sum())
             quality.loss_float += float(loss_float.sum())
             quality.loss_int8 += float(loss_int8.sum())
-    return result
+    return qualities
 
 
 def _encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:

@@ -1,7 +1,7 @@
-"""What a round costs beside the two forwards, in thread time: `python benchmarks/rounds.py` (some minutes).
+"""Thread time of a round besides the two forward passes: `python benchmarks/rounds.py` (some minutes).
 
-Recorded text is replayed through the real coordinator and the real draft tree, by a draft that expands as many nodes as
-it may, however unlikely. Three runs do the same things; of each thing the fastest counts, for the host is noisy.
+Recorded text is replayed through the real coordinator and the real draft tree. The draft expands as many nodes as it
+may, however unlikely. Three runs do the same, and the fastest time of each operation counts, because hosts are noisy.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Meter(defaultdict[str, list[float]]):
 
 
 class MeteredDrafter(ToyDrafter):
-    """One whose tree is metered, and its script is not."""
+    """A drafter whose tree operations are metered and whose script is not."""
 
     meter: Meter
 
@@ -57,7 +57,7 @@ class MeteredDrafter(ToyDrafter):
     def step(self, budgets):
         tree = self.trees[budgets[0].request_id]
         step = self.meter("choose", DraftStep.plan, tree, budgets[0], (tree.tokens[tree.root],), lambda token_id: True)
-        children = [self._children(tree, path) for path in step.token_paths]
+        children = [self._children(tree, way) for way in step.token_paths]
         return [self.meter("draft tree", self._grow, step, children)]
 
     def _grow(self, step, children):
@@ -67,7 +67,7 @@ class MeteredDrafter(ToyDrafter):
 
 
 def replay(limits):
-    """One run: seconds of each thing, by part, and what came of it."""
+    """Return the seconds of each operation by part, and the statistics of the answer."""
     text, costs = joined(shipped()["code"]), costs_of(load_device("h200"))
     library, meter = Library([text]), Meter(list)
     drafter = MeteredDrafter(library, num_slots=GPU_SLOTS, step_time=costs.draft)
@@ -75,27 +75,27 @@ def replay(limits):
         ToyTarget(library, costs.target), drafter, Eager(shared_device=False, limits=limits), limits
     )
     core, drafter.meter = simulation._core, meter
-    handle, absorb = core.handle, core.intake.absorb
+    handle, take_in = core.handle, core.intake.absorb
     core.handle = lambda event: meter(EVENTS.get(type(event), ""), handle, event)  # type: ignore[method-assign]
-    core.intake.absorb = lambda state: meter("in " + meter.part, absorb, state)  # type: ignore[method-assign]
-    gc.freeze()  # what was there before is none of the round's
+    core.intake.absorb = lambda state: meter("in " + meter.part, take_in, state)  # type: ignore[method-assign]
+    gc.freeze()  # objects from before must not lengthen collections
     (answer,) = simulation.run([Request(0, (0,), SamplingParams(max_tokens=len(text.token_ids)))])
     return meter, answer.stats
 
 
 def measure(limits):
-    """Nodes and rows; milliseconds of a step and of a pass by part, and of one of each."""
+    """Return nodes, rows, and milliseconds of each part of a step and of a pass, and of all parts together."""
     (meter, stats), *more = [replay(limits) for _ in range(3)]
     ms = {part: 1e3 * sum(map(min, meter[part], *(again[part] for again, _ in more))) for part in meter}
     ms["draft tree"] += ms["choose"]
     ms["take in"] += ms["in commit"]
     ms["commit"] -= ms["in commit"]
-    each = [ms[part] / (stats.draft_steps if of == "step" else stats.rounds) for part, of in PARTS.items()]
-    return stats.mean_draft_width, stats.mean_window, *each, sum(each)
+    parts = [ms[part] / (stats.draft_steps if of == "step" else stats.rounds) for part, of in PARTS.items()]
+    return stats.mean_draft_width, stats.mean_window, *parts, sum(parts)
 
 
 def logits_to_ids(rows, params):
-    """Not a round's own: scores of each row and their argmax, here on a CPU; milliseconds."""
+    """Return the milliseconds of scores and argmax of logits on this CPU, which are not part of a round."""
     meter, sampler, logits = Meter(list), Sampler(params, (0,)), 4 * torch.randn(rows, 151_936)
     for _ in range(3):
         meter("", lambda: sampler.scores(logits, [()] * rows).argmax(dim=-1).tolist())

@@ -1,10 +1,10 @@
-"""What serving costs: streams of a server against the same requests to an engine in this process, in turn.
+"""Overhead of serving: streams of a server compared with the same requests to an engine in this process.
 
     python benchmarks/serving.py [--streams 8] [--max-tokens 96] [--rounds 5] [--model NAME --draft NAME]
 
-The server is `langchain-card serve` in a process of its own, with its engine in another one (`--isolate`, the default)
-or in the same (`--no-isolate`); clients are streams of the `openai` package's async client, in this process. The
-engine's answers are read token by token as well. Prompts and conversations are the same, and so are the answers.
+The server is `langchain-card serve` in its own process, with its engine in a further one (`--isolate`, the default) or
+in the same (`--no-isolate`). Clients are streams of the `openai` package's async client in this process. The engine's
+answers are read token by token as well. All ways take turns and write the same answers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from langchain_card.config import Limits
 from langchain_card.core.request import SamplingParams
 
 Answers = Callable[[int], Awaitable[int]]
-"""Of a round: answers all prompts at once; tokens in all."""
+"""A function of the round: answers all prompts at once and returns the number of tokens."""
 
 
 @contextlib.contextmanager
 def server(*arguments: str) -> Iterator[str]:
-    """The address of a server."""
+    """Start a server and return its address."""
     code = "import sys; from langchain_card.cli import main; sys.exit(main())"
     command = [sys.executable, "-W", "ignore", "-c", code, "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            found = next(filter(None, (re.search(r"running on (http://\S+)", line) for line in process.stderr)))
-            yield found[1]
+            address = next(filter(None, (re.search(r"running on (http://\S+)", line) for line in process.stderr)))
+            yield address[1]
         finally:
             process.terminate()
 
@@ -85,10 +85,10 @@ async def compare(ways: dict[str, Answers], rounds: int) -> None:
             print(f"{name}: {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s", flush=True)
             if round_:
                 speeds[name].append(tokens / seconds)
-    for name, of in speeds.items():
-        ratios = sorted(one / other for one, other in zip(of, speeds["engine"], strict=True))
+    for name, of_way in speeds.items():
+        ratios = sorted(speed / other for speed, other in zip(of_way, speeds["engine"], strict=True))
         ratio = f"{statistics.median(ratios):.3f} times the engine's ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-        print(f"{name}: {statistics.median(of):.1f} tokens/s, {ratio}")
+        print(f"{name}: {statistics.median(of_way):.1f} tokens/s, {ratio}")
 
 
 async def main() -> None:
@@ -103,11 +103,11 @@ async def main() -> None:
     arguments = [] if args.model is None else ["--model", args.model, "--draft-model", args.draft]
     arguments += ["--served-model-name", "it", "--max-num-seqs", str(args.streams)]
     texts = prompts.load(prompts.OWN, args.streams)
-    with contextlib.ExitStack() as held:
-        model = held.enter_context(CARDChatModel(**fields, limits=Limits(max_num_seqs=args.streams)).load())
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(CARDChatModel(**fields, limits=Limits(max_num_seqs=args.streams)).load())
         ways = {"engine": bare(model, texts, args.max_tokens)}
         for name, flag in (("server, isolated", "--isolate"), ("server", "--no-isolate")):
-            url = held.enter_context(server(flag, *arguments))
+            url = stack.enter_context(server(flag, *arguments))
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
             ways[name] = served(client, "it", texts, args.max_tokens)
         await compare(ways, args.rounds)

@@ -1,6 +1,6 @@
-"""Where a step of the built-in pair goes on this CPU: `python benchmarks/steps.py` (two minutes on two cores).
+"""Time of a step of the built-in pair on this CPU, by part: `python benchmarks/steps.py` (two minutes on two cores).
 
-Steps of target and draft by rows, all sizes in turn, medians of 20: the whole step, of which compiled layers, of which
+Medians of 20 steps of target and draft, by rows, all sizes in turn: the whole step, its compiled layers and their
 matrix products (timed alone), the head, and the rest, which is Python and transformers; and the step on one thread.
 """
 
@@ -34,14 +34,14 @@ def stepper(model, width: int) -> Callable[[], object]:
 
 
 def products(model, width: int) -> Callable[[], object]:
-    """The matrix products of all layers, on levels that are there already."""
+    """Return a function that computes the matrix products of all layers on given integer activations."""
     (stack,) = model.get_decoder().layers
     linear = [
         part.weights for layer in stack.stacked_layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)
     ]
     levels = {weights.features: empty_levels(width, weights) for weights in linear}
-    for own, begin in levels.values():
-        own[:], begin[:] = np.random.default_rng(0).integers(-9, 9, len(own)), 0
+    for values, begin in levels.values():
+        values[:], begin[:] = np.random.default_rng(0).integers(-9, 9, len(values)), 0
 
     def run() -> None:
         with cores() as threads:
@@ -52,7 +52,7 @@ def products(model, width: int) -> Callable[[], object]:
 
 
 class Meter:
-    """Seconds within functions, by name."""
+    """A meter of the seconds within functions, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -71,7 +71,7 @@ class Meter:
         setattr(owner, name, timed)
 
     def of(self, run: Callable[[], object]) -> list[float]:
-        """Milliseconds of a run: whole, by name, and the rest."""
+        """Return the milliseconds of a run: whole, by name, and the rest."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         started = perf_counter()
         run()
@@ -93,20 +93,20 @@ def main() -> None:
         steps = {width: (stepper(model, width), products(model, width)) for width in WIDTHS}
         gc.collect()
         gc.freeze()
-        found: dict[int, list[list[float]]] = {width: [] for width in WIDTHS}
+        samples: dict[int, list[list[float]]] = {width: [] for width in WIDTHS}
         for _ in range(RUNS + 2):
             for width, (step, multiply_all) in steps.items():
                 both = [*meter.of(step), meter.of(multiply_all)[0]]
                 torch.set_num_threads(1)
-                found[width].append([*both, meter.of(step)[0]])
+                samples[width].append([*both, meter.of(step)[0]])
                 torch.set_num_threads(cores_here)
-        for width, runs in found.items():
-            whole, layers, head, rest, alone, one = (
+        for width, runs in samples.items():
+            whole, layers, head, rest, alone, one_thread = (
                 statistics.median(column) for column in zip(*runs[2:], strict=True)
             )
             print(
                 f"{name}, {width} rows: {whole:.1f} ms: layers {layers:.1f} (products {alone:.1f}), head {head:.1f}, "
-                f"rest {rest:.1f} ({100 * rest / whole:.0f} %); on one thread {one:.1f}",
+                f"rest {rest:.1f} ({100 * rest / whole:.0f} %); on one thread {one_thread:.1f}",
                 flush=True,
             )
 

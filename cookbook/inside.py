@@ -124,7 +124,7 @@ for source, pieces in itertools.groupby(done.pieces, key=lambda piece: piece.sou
 
 # %%
 # %matplotlib inline
-from langchain_card.bench.timeline_plot import draw_timeline
+from langchain_card.bench.plots import draw_timeline
 
 lanes = {"target": config.model, "model": config.draft_model}
 draw_timeline(timeline, decode, lanes, first=1, count=6)
@@ -190,7 +190,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from langchain_card.bench.perfetto import to_perfetto
+from langchain_card.bench.timeline import to_perfetto
 
 path = Path(tempfile.mkdtemp()) / "answer.json"
 path.write_text(json.dumps(to_perfetto(timeline, decode)))

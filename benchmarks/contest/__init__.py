@@ -1,1 +1,1 @@
-"""The engine against other ways to use a draft, on a virtual clock."""
+"""A contest of this engine with other ways to use a draft model, on a virtual clock."""

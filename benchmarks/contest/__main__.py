@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the contest, print its figures, write and draw them.
 
     Raises:
-        InvalidInputError: an option, a trace or a device is not as it must be.
+        InvalidInputError: an option, a trace or a device is not valid.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.contest", description=__doc__)
     parser.add_argument("--traces", type=Path, metavar="DIR", help="traces of your own, one JSON file a kind of text")
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_output("--json", args.json, ".json")
     check_output("--plot", args.plot, ".png", ".svg", ".pdf")
     if args.plot is not None:
-        from benchmarks.contest.plot import plot  # fails before the work, where matplotlib is not there
+        from benchmarks.contest.plot import plot  # fails before the work, where matplotlib is absent
     rows: list[Row] = []
     kinds, gpu, cpu = shipped(args.traces), load_device(args.gpu), load_device(args.cpu)
     for name, traces in kinds.items():

@@ -1,4 +1,4 @@
-"""A trace as a path: what each token was to the draft, and how long a sibling's subtree would have lived."""
+"""The conversion of a trace into a path: the kind of each token, and how deep a sibling's subtree survives."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from benchmarks.contest.paths import DEEP, MISS, TOP, Kind, Token
 from benchmarks.contest.traces import Trace
 
 MAX_REACH = 64
+"""Layers that are simulated below a sibling."""
 
 
 def trace_path(trace: Trace, pool: Sequence[Trace], width: int, branch: int) -> list[Token]:
-    """One token per position.
+    """Return the trace as a path, one token per position.
 
     Args:
-        trace: to look at.
-        pool: traces of the same kind; what a draft says off the text is what it says at a random place of them.
-        width: nodes that a draft's layer keeps.
-        branch: rows that a tree window has for each layer.
+        trace: to convert.
+        pool: traces of the same kind of text, from which candidates off the text are drawn.
+        width: nodes that a layer of the draft keeps.
+        branch: rows of a tree window per layer.
     """
     rng = random.Random(0)
     rows = [logs for other in pool for logs in other.draft_logs]
@@ -38,18 +39,17 @@ def trace_path(trace: Trace, pool: Sequence[Trace], width: int, branch: int) -> 
 def beam_reach(
     logs: Sequence[float], rank: int, rows: Sequence[Sequence[float]], width: int, rng: random.Random
 ) -> int:
-    """Layers below a sibling in which a beam of `width` nodes still holds one of its descendants.
+    """Return the number of layers below a sibling in which a beam of `width` nodes still has a descendant of it.
 
-    The beam begins with the children of one place, whose log-probabilities are `logs`; what hangs under each node is
-    drawn from `rows`.
+    The beam begins with siblings whose log-probabilities are `logs`. The children of each node are drawn from `rows`.
     """
-    beam = [(log, i == rank) for i, log in enumerate(logs)][:width]
+    beam = [(log, i == rank) for i, log in enumerate(logs)][:width]  # (score, descends from the sibling)
     for reach in range(MAX_REACH):
-        grown = [(score + log, mine) for score, mine in beam for log in rng.choice(rows)]
+        grown = [(score + log, descends) for score, descends in beam for log in rng.choice(rows)]
         grown.sort(reverse=True)
         beam = grown[:width]
-        if not any(mine for _, mine in beam):
+        if not any(descends for _, descends in beam):
             return reach
-        if all(mine for _, mine in beam):
+        if all(descends for _, descends in beam):
             break
     return DEEP

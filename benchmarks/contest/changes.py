@@ -1,4 +1,4 @@
-"""A sudden change in the middle of a run, and how fast the controller follows it."""
+"""Runs with a sudden change in the middle, which show how fast the controller adapts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.contest.contest import GPU_LIMITS, GPU_SLOTS, Library, card, controller, joined
 from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import Trace
-from langchain_card.bench.devices import Device
+from langchain_card.bench.step_times import Device
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
 from langchain_card.core.request import Request, SamplingParams
@@ -16,26 +16,26 @@ from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
 
 HALF = 500
-"""Tokens before a change, and after it."""
+"""Tokens before and after a change."""
 
 RATIO = 16.0
-"""Target pass / draft step where changes are shown."""
+"""Target pass / draft step of the runs."""
 
 SLOWER = 4.0
-"""How much longer a pass of the target takes after a change of its step time."""
+"""Factor by which a target pass takes longer after a change of its step time."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round.
+    """A round of the target, and the controller's estimates after it.
 
     Attributes:
-        at: tokens of the answer when it ended.
-        ended: when.
+        at: tokens of the answer at its end.
+        ended: time of its end.
         rows: of its window.
-        waited: seconds that it waited for its draft.
-        believed: seconds that the controller now takes a pass over one row for.
-        per_token: seconds that it now takes a token to cost.
+        waited: seconds that it waited for the draft.
+        believed: estimated seconds of a pass over one row.
+        per_token: estimated seconds per token.
     """
 
     at: int
@@ -46,8 +46,8 @@ class Round:
     per_token: float
 
 
-class Watched(Controller):
-    """A controller whose rounds are written down."""
+class RecordingController(Controller):
+    """A controller that records its rounds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +57,7 @@ class Watched(Controller):
     def observe_pass(
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
-        """Learns from it, and writes it down."""
+        """Learn from a pass and record it."""
         super().observe_pass(load, requests, rows, tokens, elapsed, since_last)
         if since_last is not None:
             costs = self.costs_of(load)
@@ -71,11 +71,11 @@ class Change:
     """A run whose second half differs from its first.
 
     Attributes:
-        name: what changes.
-        index: of the first round that ends behind the change.
-        rounds: all of them.
+        name: of the change.
+        index: of the first round that ends after the change.
+        rounds: all rounds of the run.
         true_pass: seconds of a pass over one row after the change.
-        fresh: seconds per token of an engine that begins with the second half and knows nothing.
+        fresh: seconds per token of an engine that starts with the second half and has learnt nothing.
     """
 
     name: str
@@ -85,37 +85,37 @@ class Change:
     fresh: float
 
     def per_token(self, first: int, last: int | None = None) -> float:
-        """Seconds per token from the end of round `first` to that of round `last`, counted from the change."""
+        """Return seconds per token between the ends of rounds `first` and `last`, which are counted from the change."""
         start, stop = self.rounds[self.index + first], self.rounds[-1 if last is None else self.index + last]
         return (stop.ended - start.ended) / (stop.at - start.at)
 
 
 def change(name: str, before: Sequence[Trace], after: Sequence[Trace], device: Device, slower: float = 1.0) -> Change:
-    """One answer that changes at token `HALF`.
+    """Run one answer that changes at token `HALF`.
 
     Args:
-        name: what changes.
-        before: texts of its first half.
-        after: texts of its second half.
+        name: of the change.
+        before: texts of the first half.
+        after: texts of the second half.
         device: step times.
-        slower: how much longer a pass takes in the second half.
+        slower: factor by which a pass takes longer in the second half.
     """
     first, second = joined(before, HALF), joined(after, HALF)
     text, costs = joined([first, second]), costs_of(device, RATIO)
-    policy, library = Watched(shared_device=False, limits=GPU_LIMITS), Library([text])
+    policy, library = RecordingController(shared_device=False, limits=GPU_LIMITS), Library([text])
     half = len(first.token_ids)
     target = ToyTarget(library, lambda rows: costs.target(rows) * (slower if policy.tokens > half else 1.0))
     drafter = ToyDrafter(library, step_time=costs.draft, num_slots=GPU_SLOTS)
     params = SamplingParams(max_tokens=len(text.token_ids), schedule="parallel")
     Simulation(target, drafter, policy, GPU_LIMITS).run([Request(0, library.traces[0].prompt_ids, params)])
-    index = next(i for i, one in enumerate(policy.rounds) if one.at > half)
+    index = next(i for i, done in enumerate(policy.rounds) if done.at > half)
     slow = replace(costs, target=lambda rows: slower * costs.target(rows))
     fresh = 1 / card([second], slow, "parallel", controller())
     return Change(name, index, policy.rounds, costs.target(1) * slower, fresh)
 
 
 def changes(kinds: Mapping[str, Sequence[Trace]], device: Device) -> list[Change]:
-    """Acceptance that falls, and rises; a target that slows down."""
+    """Run three changes: acceptance falls, acceptance rises, the target slows down."""
     worst, *_, best = sorted(kinds, key=lambda kind: _share_of_firsts(kinds[kind]))
     hard, easy = kinds[worst], kinds[best]
     return [

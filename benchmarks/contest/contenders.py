@@ -1,12 +1,12 @@
-"""Other ways to use a draft model, each on a virtual clock of its own.
+"""Other ways to use a draft model, each simulated on its own virtual clock.
 
-A draft step makes one layer of candidates; a target call over a window of some depth commits the accepted candidates
-and one token of the target's own. Exchanges cost nothing. Where two things end at the same instant the draft's layer
-comes first, so that the call that ended with it can find its last token there.
+A draft step makes one layer of candidates. A target call over a window of some depth commits the accepted candidates
+and one token of its own. Exchanges cost nothing. If a step and a call end at the same time, the step counts first, so
+that its layer can hold the last token of the call.
 
-With independent tokens they give the figures that were simulated for this project before it was written, within 3 %
-(`tests/benchmarks/test_contenders.py`), for schemes after Leviathan et al. (arXiv 2211.17192), AMUSD (2410.17375) and
-PEARL (2408.11850), CARD (2508.04462), Saguaro (2603.03251).
+The schemes are those of Leviathan et al. (arXiv 2211.17192), AMUSD (2410.17375), PEARL (2408.11850), CARD (2508.04462)
+and Saguaro (2603.03251). For independent tokens the speed-ups are within 3 % of an earlier simulation
+(`tests/benchmarks/test_contenders.py`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from benchmarks.contest.paths import DEEP, Kind, Linear, Path
 
 @dataclass(frozen=True)
 class Costs:
-    """Step times, in any one unit: `draft(width)` for a layer, `target(rows)` for a call, rows >= 1."""
+    """Step times in any unit: `draft(width)` of a layer, `target(rows)` of a call, rows >= 1."""
 
     draft: Callable[[int], float]
     target: Callable[[int], float]
 
     @classmethod
     def constant(cls, c: float) -> Costs:
-        """Flat curves; a target call lasts c draft steps."""
+        """Return flat curves. A target call lasts `c` draft steps."""
         return cls(draft=lambda width: 1.0, target=lambda rows: float(c))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the curves of `Costs` are asked for; with constant costs only `branch > 1` matters."""
+    """Sizes of draft steps and windows. With constant costs, only `branch > 1` matters."""
 
     width: int = 64  # rows of a draft step
     branch: int = 1  # verified rows a layer: 1 = a chain of first choices, more = a tree with NEAR siblings
@@ -42,12 +42,12 @@ class Shape:
 CHAIN, NARROW, TREE = Shape(), Shape(width=1), Shape(branch=4)
 
 OUTCOMES = 4
-"""Tokens that an outcome cache foresees after each candidate."""
+"""Tokens after each candidate that an outcome cache prepares for."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a contender did; runs add up."""
+    """The result of a contender. Runs can be added."""
 
     time: float = 0.0
     tokens: int = 0
@@ -57,19 +57,19 @@ class Run:
         return Run(self.time + other.time, self.tokens + other.tokens, self.calls + other.calls)
 
     def speedup(self, costs: Costs) -> float:
-        """Over autoregressive decoding: one call of one row for each token."""
+        """Return the speed-up over autoregressive decoding, one call of one row per token."""
         return self.tokens * costs.target(1) / self.time
 
 
 def window_at(path: Path, start: int, lead: int) -> int:
-    """Depth of a window: all of the lead, but not past the end of the text."""
+    """Return the depth of a window: the whole lead, up to the end of the text."""
     return min(lead, len(path) - start - 1)
 
 
 def accepted(path: Path, start: int, depth: int, shape: Shape) -> int:
-    """Candidates of a window of `depth` layers that the target confirms.
+    """Return the number of candidates that the target accepts in a window of `depth` layers.
 
-    A chain window follows TOP tokens; a tree window also NEAR siblings, as deep as their subtrees live.
+    A chain window follows TOP tokens; a tree window also NEAR siblings, as deep as their subtrees survive.
     """
     n = 0
     while n < depth:
@@ -82,10 +82,10 @@ def accepted(path: Path, start: int, depth: int, shape: Shape) -> int:
 
 
 def descend(path: Path, start: int, count: int, layers: int) -> int | None:
-    """Look the `count` committed tokens up in a tree of `layers` layers below the old root.
+    """Look up `count` committed tokens in a tree of `layers` layers below the old root.
 
-    Returns how many further layers their branch survives (it may be more than there are), or None for a
-    miss: a token that is not cached, lies below the last layer, or hangs under a branch that died.
+    Returns the number of further layers that their branch survives, which may exceed those that exist, or None for a
+    miss: a token is not cached, lies below the last layer, or is in a branch that did not survive.
     """
     if count > layers:
         return None
@@ -99,7 +99,7 @@ def descend(path: Path, start: int, count: int, layers: int) -> int | None:
 
 
 def sequential(path: Path, costs: Costs, shape: Shape, depth: int) -> Run:
-    """In turn: `depth` draft steps, then one target call; nothing is kept for the next round."""
+    """Simulate rounds of `depth` draft steps and then one target call. The next round starts a new tree."""
     at, time, calls = 0, 0.0, 0
     while at < len(path):
         window = window_at(path, at, depth)
@@ -110,11 +110,11 @@ def sequential(path: Path, costs: Costs, shape: Shape, depth: int) -> Run:
 
 
 def synchronous(path: Path, costs: Costs, shape: Shape, ratio: int) -> Run:
-    """In lockstep: `ratio` (R) draft steps beside one target call, then an exchange.
+    """Simulate lockstep: `ratio` (R) draft steps beside one target call, then an exchange.
 
-    A round lasts as long as the slower side. It adds R layers to the lead, R - 1 after a miss (one step
-    goes to the new token). The call verifies the lead that the round began with; the tokens it commits are
-    looked up in the tree with the new layers. A hit keeps what survives under them; a miss leaves lead 0.
+    A round lasts as long as the slower side. It adds R layers to the lead, or R - 1 after a miss, because one step
+    reads the new token. The call verifies the lead at the start of the round. Its tokens are looked up in the tree with
+    the new layers: a hit keeps the layers that survive below them, and a miss leaves lead 0.
     """
     at, time, calls, lead, missed = 0, 0.0, 0, 0, False
     while at < len(path):
@@ -131,7 +131,7 @@ def synchronous(path: Path, costs: Costs, shape: Shape, ratio: int) -> Run:
 
 @dataclass
 class DraftClock:
-    """A draft that never stops: one layer every `step`, corrections read at step boundaries."""
+    """A draft that never stops: one layer every `step`, corrections applied between steps."""
 
     step: float
     lead: int = 0  # finished layers below the root
@@ -141,20 +141,20 @@ class DraftClock:
         self.ready = self.step
 
     def run_to(self, now: float) -> None:
-        """Finish every step that ends by `now` (a hair of slack absorbs float error in step times)."""
+        """Finish every step that ends by `now`, with a tolerance for float errors."""
         if (done := math.floor((now - self.ready) / self.step + 1e-9) + 1) > 0:
             self.lead += done
             self.ready += done * self.step
 
     def time_of(self, lead: int) -> float:
-        """When the tree will be `lead` layers deep."""
+        """Return the time when the tree will be `lead` layers deep."""
         return self.ready + (lead - self.lead - 1) * self.step
 
     def correct(self, now: float, count: int, life: int | None) -> None:
-        """Take `count` committed tokens, found with `life` (see `descend`) or missed.
+        """Apply `count` committed tokens with the result `life` of `descend`.
 
-        If the branch outlives the tree, the step in flight counts. If it was cut short, or on a miss, that
-        step is lost: the next layer comes one step after the boundary, from the cut or from the new token.
+        If the branch survives below the last layer, the step in flight counts. Otherwise that step is lost, and the
+        next layer comes one step after it.
         """
         if life is not None and life > self.lead - count:
             self.lead -= count
@@ -165,11 +165,11 @@ class DraftClock:
 
 
 def asynchronous(path: Path, costs: Costs, shape: Shape, wait: int) -> Run:
-    """Both run free: the draft makes a layer every step, the target calls on whatever lead there is.
+    """Simulate a draft that makes a layer every step, and a target that verifies the lead there is.
 
-    Before a call, a lead below `wait` is waited for until it equals `wait` (0: never wait). A miss costs
-    the tree: the first new layer comes one draft step after it (one more if a step was in flight), and
-    the target's next call starts at once, with an empty window unless it waits.
+    Before a call, the target waits for a lead of `wait` layers (0: never). A miss loses the tree: the first new layer
+    comes one draft step later, or two if a step was in flight. The next call starts at once, with an empty window
+    unless it waits.
     """
     draft = DraftClock(costs.draft(shape.width))
     at, now, calls = 0, 0.0, 0
@@ -188,46 +188,46 @@ def asynchronous(path: Path, costs: Costs, shape: Shape, wait: int) -> Run:
 
 
 def chain_sd(path: Path, costs: Costs, depth: int) -> Run:
-    """Speculative decoding: `depth` steps of a one-row draft, one call over the chain, in turn."""
+    """Simulate speculative decoding: `depth` steps of a one-row draft, then one call over the chain."""
     return sequential(path, costs, NARROW, depth)
 
 
 def linear_async(path: Path, costs: Costs, _: int) -> Run:
-    """AMUSD, PEARL: the draft grows one chain beside the target; a rejected candidate is always a miss."""
+    """Simulate AMUSD and PEARL: the draft grows one chain beside the target; a rejected candidate is always a miss."""
     return asynchronous(Linear(path), costs, NARROW, wait=0)
 
 
 def card_sync(path: Path, costs: Costs, ratio: int) -> Run:
-    """CARD as published: lockstep rounds of `ratio` draft steps, chain windows; siblings save the tree."""
+    """Simulate CARD as published: lockstep rounds of `ratio` draft steps, chain windows, cached siblings."""
     return synchronous(path, costs, CHAIN, ratio)
 
 
 def card_async(path: Path, costs: Costs, _: int) -> Run:
-    """CARD with a free-running draft, chain windows, and a target that never waits."""
+    """Simulate CARD with a free-running draft, chain windows, and a target that never waits."""
     return asynchronous(path, costs, CHAIN, wait=0)
 
 
 def card_async_wait(path: Path, costs: Costs, wait: int) -> Run:
-    """`card_async` whose target waits for a lead of `wait` layers whenever it has less."""
+    """Simulate `card_async` with a target that waits for a lead of `wait` layers."""
     return asynchronous(path, costs, CHAIN, wait)
 
 
 def tree_sd(path: Path, costs: Costs, depth: int) -> Run:
-    """Speculative decoding with a tree of `depth` layers: NEAR siblings are accepted, as deep as they live."""
+    """Simulate speculative decoding with a tree of `depth` layers, whose NEAR siblings can be accepted."""
     return sequential(path, costs, TREE, depth)
 
 
 def tree_async_wait(path: Path, costs: Costs, wait: int) -> Run:
-    """`card_async_wait` with tree windows over the whole lead; a FAR sibling ends the call but is a hit."""
+    """Simulate `card_async_wait` with tree windows over the whole lead. A FAR sibling ends the call but is a hit."""
     return asynchronous(path, costs, TREE, wait)
 
 
 def outcome_cache(path: Path, costs: Costs, depth: int) -> Run:
-    """Saguaro class: while the target works, the draft readies a chain of `depth` for every outcome that it foresees.
+    """Simulate Saguaro: while the target works, the draft prepares a chain of `depth` for each likely outcome.
 
-    The outcome is how many candidates are accepted and which token follows; it is foreseen when that token is cached.
-    A round lasts as long as the slower side: the draft reads each chain and the outcome before it, in steps with a row
-    for every outcome. After one that was not foreseen the chain is drafted in turn.
+    An outcome is the number of accepted candidates and the token after them; it is prepared if that token is cached. A
+    round lasts as long as the slower side: the draft reads each outcome and its chain, in steps with one row per
+    outcome. After an outcome that was not prepared, the chain is drafted before the next call.
     """
     at, time, calls, ready = 0, 0.0, 0, False
     while at < len(path):
@@ -242,7 +242,7 @@ def outcome_cache(path: Path, costs: Costs, depth: int) -> Run:
 
 
 def plain(path: Path, costs: Costs, _: int) -> Run:
-    """The target alone."""
+    """Simulate the target alone."""
     return Run(len(path) * costs.target(1), len(path), len(path))
 
 
@@ -260,16 +260,16 @@ CONTENDERS: dict[str, tuple[Contender, Sequence[int]]] = {
     "asynchronous-wait": (card_async_wait, GRID[:16]),
     "asynchronous-tree-wait": (tree_async_wait, GRID[:16]),
 }
-"""By name: the scheme, and the settings (draft length, ratio or wait) that are tried for each cell."""
+"""Schemes by name, and the settings (draft length, ratio or wait) that are tried in each cell."""
 
 
 def total(contender: Contender, paths: Iterable[Path], costs: Costs, setting: int) -> Run:
-    """One run over several texts, each started afresh."""
+    """Return the sum of the runs over several texts."""
     return sum((contender(path, costs, setting) for path in paths), Run())
 
 
 def tune(contender: Contender, paths: Sequence[Path], costs: Costs, settings: Sequence[int]) -> int:
-    """The setting with the best speed-up over `paths`."""
+    """Return the setting with the best speed-up over `paths`."""
     if len(settings) == 1:
         return settings[0]
     return max(settings, key=lambda setting: total(contender, paths, costs, setting).speedup(costs))

@@ -1,4 +1,4 @@
-"""The contest on a virtual clock: this engine, which learns as it goes, against others with their best settings."""
+"""The contest on a virtual clock: this engine, which learns while it runs, and others with their best settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.contest.contenders import CONTENDERS, Costs, total, tune
 from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import Candidates, Trace, TraceScript
 from benchmarks.contest.trees import TreeRun, tree_runs
-from langchain_card.bench.devices import Device
+from langchain_card.bench.step_times import Device
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Policy
@@ -23,41 +23,41 @@ from tests.simulation.simulated import Answer, Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
 
 TOKENS = 1000
-"""Of a text of the contest."""
+"""Tokens of a text of the contest."""
 
 RATIOS = (1, 2, 4, 8, 16, 32, 64)
 """Target pass / draft step."""
 
 BATCHES = (1, 4, 16, 64)
-"""Requests at once."""
+"""Numbers of concurrent requests."""
 
 OTHERS = ("plain", "chain", "card-synchronous", "linear-asynchronous", "outcome-cache")
 WIDTH, BRANCH = 64, 4
 
 GPU_LIMITS = Limits(max_window=64, max_lead=64, max_draft_width=64, max_tree_nodes=16384, max_num_seqs=max(BATCHES))
 GPU_SLOTS, CPU_SLOTS = 4096, 64
-"""Nodes that a draft on its own GPU holds KV for, and one beside its target (`engine.drafts.SCRATCH`)."""
+"""Nodes whose KV a draft can hold on its own GPU, and beside its target (`engine.drafter_hosts.SCRATCH`)."""
 
 GRID = [
     *(("parallel", Pins(*pins)) for pins in product((8, 64), (64,), (0, 2, 4, 8, 12, 16))),
     *(("parallel", Pins(*pins)) for pins in product((64,), (16,), (0, 4, 8))),
     *(("sequential", Pins(*pins)) for pins in product((64,), (64,), (2, 4, 8, 16))),
 ]
-"""Fixed settings of this engine that are tried in hindsight: schedule, width, window, wait."""
+"""Fixed settings of this engine that are tried in hindsight: schedule and pins (width, window, lead)."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
+    """The speed-up of one method in one cell of the contest.
 
     Attributes:
         trace: kind of text.
         c: target pass / draft step.
-        method: who.
-        setting: the best one, of who was given the best one.
+        method: name of the method.
+        setting: the best one, for methods that are tuned.
         speedup: over plain decoding.
-        ceiling: about what no schedule passes with this draft: a token a draft step, and in one pass of the target all
-            that a tree of 64 layers holds.
+        ceiling: approximate limit of any schedule with this draft: one token per draft step, and per target pass all
+            tokens that a tree of 64 layers holds.
     """
 
     trace: str
@@ -69,23 +69,23 @@ class Row:
 
 
 class Library:
-    """The scripts of several texts, told apart by their first token."""
+    """The scripts of several texts, selected by the first token."""
 
     def __init__(self, traces: Sequence[Trace]) -> None:
         self.traces = [replace(trace, prompt_ids=(number,)) for number, trace in enumerate(traces)]
         self._scripts = [TraceScript(trace, traces) for trace in self.traces]
 
     def target_token(self, prefix: tuple[int, ...]) -> int:
-        """See `TraceScript`."""
+        """Return the target's token after `prefix`."""
         return self._scripts[prefix[0]].target_token(prefix)
 
     def candidates(self, prefix: tuple[int, ...], source: int = 1) -> Candidates:
-        """See `TraceScript`."""
+        """Return the draft's candidates after `prefix`."""
         return self._scripts[prefix[0]].candidates(prefix, source)
 
 
 def joined(traces: Sequence[Trace], tokens: int = TOKENS) -> Trace:
-    """One long text of several."""
+    """Return several texts as one, cut at `tokens`."""
     fields = (
         (x for trace in traces for x in getattr(trace, name)) for name in ("token_ids", "draft_ids", "draft_logs")
     )
@@ -103,7 +103,7 @@ def card(
     num_slots: int = GPU_SLOTS,
     slowdown: tuple[float, float] = (1.0, 1.0),
 ) -> float:
-    """Tokens per second of this engine over texts that are asked for at once, learning included."""
+    """Return the tokens per second of this engine over concurrent texts, learning included."""
     library = Library(traces)
     target = ToyTarget(library, costs.target)
     drafter = ToyDrafter(library, step_time=costs.draft, num_slots=num_slots)
@@ -119,36 +119,36 @@ def card(
 
 
 def controller(pins: Pins | None = None, *, shared_device: bool = False, limits: Limits = GPU_LIMITS) -> Controller:
-    """One that has learnt nothing yet."""
+    """Return a controller that has learnt nothing."""
     return Controller(shared_device=shared_device, limits=limits, pins=pins or Pins())
 
 
 def cell(name: str, traces: Sequence[Trace], trees: Sequence[TreeRun], device: Device, c: float) -> list[Row]:
-    """All methods over one kind of text at one ratio, on devices of their own."""
+    """Run all methods over one kind of text at one ratio, with a device for each model."""
     costs, text = costs_of(device, c), joined(traces)
     path = [trace_path(text, traces, WIDTH, BRANCH)]
     boundless = total(CONTENDERS["tree"][0], path, Costs.constant(1e6), 64)
     ceiling = min(c, boundless.tokens / boundless.calls)
-    found: list[tuple[str, str, float]] = []
+    results: list[tuple[str, str, float]] = []
     for method in OTHERS:
         contender, settings = CONTENDERS[method]
         setting = tune(contender, path, costs, settings)
-        found.append((method, str(setting), total(contender, path, costs, setting).speedup(costs)))
+        results.append((method, str(setting), total(contender, path, costs, setting).speedup(costs)))
     tree = max(trees, key=lambda run: run.speedup(costs))
-    found.append(("tree", "depth {}, width {}, window {}".format(*tree.setting), tree.speedup(costs)))
+    results.append(("tree", "depth {}, width {}, window {}".format(*tree.setting), tree.speedup(costs)))
     plain = costs.target(1)
     fixed = [(plain * card([text], costs, s, controller(p)), s, p) for s, p in GRID]  # type: ignore[arg-type]
     best, schedule, pins = max(fixed, key=lambda entry: entry[0])
-    found.append(("card-fixed", f"{schedule}, width {pins.draft_width}, {pins.window} rows, lead {pins.lead}", best))
-    found.append(("card", "", plain * card([text], costs, "auto", controller())))
+    results.append(("card-fixed", f"{schedule}, width {pins.draft_width}, {pins.window} rows, lead {pins.lead}", best))
+    results.append(("card", "", plain * card([text], costs, "auto", controller())))
     limits = Limits()
     smaller = card([text], costs, "auto", controller(limits=limits), limits=limits, num_slots=CPU_SLOTS)
-    found.append(("card-default", "", plain * smaller))
-    return [Row(name, c, method, setting, speedup, ceiling) for method, setting, speedup in found]
+    results.append(("card-default", "", plain * smaller))
+    return [Row(name, c, method, setting, speedup, ceiling) for method, setting, speedup in results]
 
 
 def shared_cell(name: str, traces: Sequence[Trace], device: Device) -> list[Row]:
-    """Both models on one device that each slows down for the other."""
+    """Run this engine's schedules with both models on one device, which each slows down for the other."""
     costs, text, limits = costs_of(device), joined(traces), Limits()
 
     def run(schedule: Schedule) -> float:
@@ -166,7 +166,7 @@ def shared_cell(name: str, traces: Sequence[Trace], device: Device) -> list[Row]
 
 
 def batch_cell(name: str, traces: Sequence[Trace], device: Device, c: float, count: int) -> list[Row]:
-    """Several requests at once, verified together."""
+    """Run several requests at once, verified together."""
     costs = costs_of(device, c)
     texts = [traces[i % len(traces)] for i in range(count)]
     plain, ours = (card(texts, costs, schedule, controller()) for schedule in ("plain", "auto"))
@@ -175,13 +175,13 @@ def batch_cell(name: str, traces: Sequence[Trace], device: Device, c: float, cou
 
 
 def contest(kinds: dict[str, list[Trace]], gpu: Device, cpu: Device, ratios: Sequence[float]) -> Iterator[list[Row]]:
-    """Cell by cell, as many at once as there are cores.
+    """Yield the rows of each cell. As many cells run at once as there are cores.
 
     Args:
         kinds: traces by kind of text.
-        gpu: where each model has a device of its own.
-        cpu: which they share.
-        ratios: target pass / draft step on the former.
+        gpu: device of each model.
+        cpu: device that both models share.
+        ratios: target pass / draft step on `gpu`.
     """
     with ProcessPoolExecutor(num_cores(), mp_context=get_context("spawn")) as pool:
         trees = dict(zip(kinds, pool.map(tree_runs, map(joined, kinds.values())), strict=True))
@@ -193,5 +193,5 @@ def contest(kinds: dict[str, list[Trace]], gpu: Device, cpu: Device, ratios: Seq
         try:
             for future in [pool.submit(job, *args) for job, args in jobs]:
                 yield future.result()
-        finally:  # also when whoever reads this leaves
+        finally:  # also when the caller stops iterating
             pool.shutdown(wait=False, cancel_futures=True)

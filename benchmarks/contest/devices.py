@@ -1,4 +1,4 @@
-"""Devices of the contest: step-time curves from a file, measured by `langchain-card bench --steps` or estimated."""
+"""Devices of the contest: step times from files that `langchain-card bench --steps` writes, or estimates."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 
 from benchmarks.contest.contenders import Costs
-from langchain_card.bench.devices import Device, check_curve, line, rising
+from langchain_card.bench.step_times import Device, check_curve, interpolate, monotone
 from langchain_card.errors import InvalidInputError
 
 FOLDER = Path(__file__).parent / "data" / "devices"
 
 
 def load_device(name: str) -> Device:
-    """A shipped device by name, or one of your own by its file.
+    """Load a shipped device by name, or any device by its file.
 
     Raises:
-        InvalidInputError: there is none, or it is not whole.
+        InvalidInputError: there is no such device, or its file is not valid.
     """
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     try:
@@ -27,13 +27,16 @@ def load_device(name: str) -> Device:
         slowdown = (float(row["slowdown"][0]), float(row["slowdown"][1]))
         for curve in (target, draft):
             check_curve(curve, slowdown)
-        return Device(row["name"], row["measured"], row["source"], rising(target), rising(draft), slowdown)
+        return Device(row["name"], row["measured"], row["source"], monotone(target), monotone(draft), slowdown)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
         raise InvalidInputError("device", name, f"cannot be read ({error!r})", f"known: {known}") from error
 
 
 def costs_of(device: Device, c: float | None = None) -> Costs:
-    """Return a device's curves in seconds; with `c` the draft's are stretched so that a target pass lasts `c` steps."""
-    stretch = 1.0 if c is None else line(device.target, 1) / (c * line(device.draft, 1))
-    return Costs(draft=lambda rows: stretch * line(device.draft, rows), target=lambda rows: line(device.target, rows))
+    """Return a device's curves in seconds. `c` scales those of the draft so that a target pass lasts `c` steps."""
+    scale = 1.0 if c is None else interpolate(device.target, 1) / (c * interpolate(device.draft, 1))
+    return Costs(
+        draft=lambda rows: scale * interpolate(device.draft, rows),
+        target=lambda rows: interpolate(device.target, rows),
+    )

@@ -1,6 +1,6 @@
-"""A text as a drafter sees it: what each token would have been to a draft that stands on the true prefix.
+"""Texts as paths: for each token, its kind to a draft whose root is the token before it.
 
-A path is drawn independently (`iid_path`) or comes from a recorded trace; every contender runs over either.
+A path is drawn at random (`iid_path`) or converted from a recorded trace. Every contender runs over both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DEEP = 1 << 40  # a reach that never ends
 
 
 class Kind(Enum):
-    """What the target's token is to a drafter on the true prefix."""
+    """The kinds of a target token to a draft whose root is the token before it."""
 
     TOP = "first choice of the draft"
     NEAR = "cached sibling, inside a tree window"
@@ -23,14 +23,14 @@ class Kind(Enum):
 
 
 class Token(NamedTuple):
-    """One position of the target's text, as the drafter's tree sees it from its parent."""
+    """A token of the target's text and its place in the draft's tree."""
 
     kind: Kind
     reach: int  # layers that survive below it before it becomes the root: DEEP under TOP, 0 under MISS
 
 
 class Path(Protocol):
-    """The target's text. A plain list of tokens will do; a trace may decode them lazily."""
+    """The target's text as a sequence of tokens, such as a list."""
 
     def __len__(self) -> int: ...
 
@@ -43,13 +43,13 @@ TOP, MISS = Token(Kind.TOP, DEEP), Token(Kind.MISS, 0)
 def iid_path(
     rng: random.Random, length: int, alpha: float, beta: float, sigma: float = 0.85, phi: float = 0.7
 ) -> list[Token]:
-    """Independent tokens.
+    """Return a path of independent tokens.
 
     Args:
         rng: draws them.
-        length: how many.
+        length: number of tokens.
         alpha: chance of TOP.
-        beta: chance that one that is not is a cached sibling.
+        beta: chance that another token is a cached sibling.
         sigma: chance that a sibling's subtree survives a further layer.
         phi: chance that a sibling is NEAR.
     """
@@ -68,7 +68,7 @@ def iid_path(
 
 
 class Linear:
-    """A path as a drafter of one chain sees it: siblings are not cached."""
+    """A path for a draft of one chain, which caches no siblings."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Pictures of the contest. Needs matplotlib: the extra `bench`."""
+"""The picture of the contest. Needs matplotlib: the extra `bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contest.changes import Change
 from benchmarks.contest.contest import Row
-from langchain_card.bench import canvas
+from langchain_card.bench import plots
 
 STYLES = {
     "card": ("card (this engine, learns as it goes)", "#c1121f", 3.0),
@@ -22,25 +22,25 @@ STYLES = {
     "outcome-cache": ("outcome cache (Saguaro), tuned", "#8e7dbe", 1.6),
     "plain": ("plain", "#888888", 1.0),
 }
-"""By method: words, colour, line width."""
+"""Label, colour and line width by method."""
 
 
-def plot(rows: Sequence[Row], seen: Sequence[Change], path: Path) -> None:
-    """Above the contest, one panel a kind of text; below how the controller follows sudden changes.
+def plot(rows: Sequence[Row], runs: Sequence[Change], path: Path) -> None:
+    """Draw the contest, one panel per kind of text, and below it how the controller follows sudden changes.
 
     Args:
         rows: of the contest.
-        seen: runs with a sudden change.
-        path: where the picture goes; its ending says what kind of file.
+        runs: with a sudden change.
+        path: of the picture. Its suffix names the format.
     """
     kinds = list(dict.fromkeys(row.trace for row in rows if row.method == "card-fixed"))
-    figure, panels = canvas.panels(15, 9.5, 2, max(len(kinds), len(seen)))
+    figure, panels = plots.panels(15, 9.5, 2, max(len(kinds), len(runs)))
     for panel, kind in zip(panels[0], kinds, strict=False):
         _draw_kind(panel, [row for row in rows if row.trace == kind])
     panels[0][0].set_ylabel("times plain decoding")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=3, frameon=False, bbox_to_anchor=(0.5, 1.0))
-    for panel, change in zip(panels[1], seen, strict=False):
+    for panel, change in zip(panels[1], runs, strict=False):
         _draw_change(panel, change, explain=panel is panels[1][0])
     panels[1][0].set_ylabel("milliseconds a token")
     figure.tight_layout(rect=(0, 0, 1, 0.92))
@@ -63,7 +63,7 @@ def _draw_kind(panel: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_change(panel: Any, change: Change, *, explain: bool) -> None:
-    """The time per token as it was and as the controller takes it to be, and the windows that follow from it."""
+    """Draw the true and the estimated time per token, and the windows of the rounds."""
     rounds, changed = change.rounds, change.index
     count = range(len(rounds))
     took = [b.ended - a.ended for a, b in itertools.pairwise(rounds)]
@@ -71,17 +71,17 @@ def _draw_change(panel: Any, change: Change, *, explain: bool) -> None:
     panel.plot(
         count[1:], [1e3 * s / n for s, n in zip(took, tokens, strict=True)], ".", color="#bbbbbb", label="as it was"
     )
-    panel.plot(count, [1e3 * one.per_token for one in rounds], color="#c1121f", lw=2, label="as believed")
+    panel.plot(count, [1e3 * done.per_token for done in rounds], color="#c1121f", lw=2, label="as believed")
     panel.axvspan(changed, changed + 20, color="#ffe8a1", label="20 rounds after the change")
     panel.set(title=change.name, xlabel="rounds", ylim=(0, None))
     other = panel.twinx()
-    other.plot(count, [one.rows for one in rounds], color="#2a6f97", lw=0.8, alpha=0.7, label="rows of the window")
+    other.plot(count, [done.rows for done in rounds], color="#2a6f97", lw=0.8, alpha=0.7, label="rows of the window")
     other.set_ylim(0, None)
     other.set_ylabel("rows")
     if not explain:
         return
     handles, labels = (
-        [*mine, *others]
-        for mine, others in zip(panel.get_legend_handles_labels(), other.get_legend_handles_labels(), strict=True)
+        [*left, *right]
+        for left, right in zip(panel.get_legend_handles_labels(), other.get_legend_handles_labels(), strict=True)
     )
     panel.legend(handles, labels, fontsize=8)

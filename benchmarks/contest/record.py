@@ -1,4 +1,4 @@
-"""Record what a draft would have proposed along the target's own text: `python -m benchmarks.contest.record FILE`."""
+"""Record the candidates of a draft along the target's text: `python -m benchmarks.contest.record FILE`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.contest.traces import Trace, save
-from langchain_card.bench.prompts import find
-from langchain_card.bench.teacher_forced import along, asked_as_user, borrowed, check_alike
+from langchain_card.bench.prompts import find, user_prompt
+from langchain_card.bench.teacher_forced import check_same_vocabulary, logits_along, shared_model
 from langchain_card.cli.fields import SETS, add_engine_fields, check_output, engine_fields
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
@@ -20,18 +20,18 @@ from langchain_card.runtime.runner import ModelRunner
 
 
 def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_tokens: int) -> Trace:
-    """One trace.
+    """Record one trace.
 
     Args:
         engine: writes the text, greedily.
-        draft: says what it would have said.
+        draft: predicts each token of it.
         prompt_ids: of the text.
         max_tokens: of the text.
     """
     token_ids = engine.submit(prompt_ids, SamplingParams(max_tokens=max_tokens)).result().token_ids
     ids: list[tuple[int, ...]] = []
     logs: list[tuple[float, ...]] = []
-    for logits in along(draft, prompt_ids, token_ids):
+    for logits in logits_along(draft, prompt_ids, token_ids):
         top = logits.double().log_softmax(dim=-1).topk(NUM_CHILDREN)
         ids += map(tuple, top.indices.tolist())
         logs += map(tuple, top.values.tolist())
@@ -41,23 +41,26 @@ def record(engine: Engine, draft: ModelRunner, prompt_ids: Sequence[int], max_to
 def record_all(
     config: EngineConfig, texts: Sequence[str], max_tokens: int, report: Callable[[int, Trace], None]
 ) -> list[Trace]:
-    """A trace for each text, asked as a user would.
+    """Record a trace of the answer to each text.
 
     Args:
-        config: a target and a model draft.
-        texts: what is asked.
+        config: a target and a draft model.
+        texts: messages of the user.
         max_tokens: of each answer.
-        report: told the number and the trace of each that is done.
+        report: receives the number and the trace of each answer.
+
+    Raises:
+        InvalidInputError: the draft is not a model, or has another vocabulary.
     """
     traces: list[Trace] = []
     pair = resolve(config)
     if pair.draft is None:
         raise InvalidInputError("draft_model", config.draft_model, "must be a model", "prompt lookup needs no record")
-    check_alike(pair)
-    with Engine(config, pair=pair) as engine, borrowed(pair.draft) as model:
+    check_same_vocabulary(pair)
+    with Engine(config, pair=pair) as engine, shared_model(pair.draft) as model:
         draft = ModelRunner(model, max_len=engine.max_model_len, num_scratch=16)
         for number, text in enumerate(texts, start=1):
-            traces.append(record(engine, draft, asked_as_user(engine, text), max_tokens))
+            traces.append(record(engine, draft, user_prompt(engine, text), max_tokens))
             report(number, traces[-1])
     return traces
 

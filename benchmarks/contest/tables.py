@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from docs/performance.json: the last step of `make contest`."""
+"""Write the tables of docs/performance.md from docs/performance.json: the last step of `make contest`."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def shared(cells: Cells) -> str:
 
 
 def batches(cells: Cells) -> str:
-    found = {trace: cell["card"]["speedup"] for (trace, _), cell in cells.items() if "at once" in trace}
-    kinds = sorted({trace.split(",")[0] for trace in found})
-    counts = sorted({int(trace.split(", ")[1].split()[0]) for trace in found})
+    speedups = {trace: cell["card"]["speedup"] for (trace, _), cell in cells.items() if "at once" in trace}
+    kinds = sorted({trace.split(",")[0] for trace in speedups})
+    counts = sorted({int(trace.split(", ")[1].split()[0]) for trace in speedups})
     lines = ["### Batches\n", "| requests at once | " + " | ".join(kinds) + " |", "| --- " * (len(kinds) + 1) + "|"]
     for count in counts:
-        figures = " | ".join(f"{found[f'{kind}, {count} at once']:.2f}" for kind in kinds)
+        figures = " | ".join(f"{speedups[f'{kind}, {count} at once']:.2f}" for kind in kinds)
         lines += [f"| {count} | {figures} |"]
     return "\n".join(lines)
 

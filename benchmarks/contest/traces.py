@@ -1,9 +1,8 @@
 """Recorded traces of a pair, and the script that replays them.
 
-A trace holds, for every position of the target's greedy text, the draft's likeliest tokens there with their
-log-probabilities. On the text the replayed draft says what it said. Off the text, where nothing was recorded, it says
-what it said at another position, chosen by a hash of the way there: such a node is never accepted, and all that matters
-is how its score competes with those of others for steps and rows.
+A trace holds the draft's likeliest tokens, with log-probabilities, at every position of the target's greedy text. On
+the text, the replayed draft proposes what was recorded. Off the text, it proposes what was recorded elsewhere, at a
+position chosen by a hash of the prefix: such nodes are never accepted, but compete for draft steps and rows.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ RECORD = "record one with `python -m benchmarks.contest.record FILE --prompts FI
 Candidates: TypeAlias = tuple[tuple[int, float], ...]
 
 OFF_TEXT = 0
-"""The target's token where its text was left: nobody sees it."""
+"""The target's token off its text. It is never committed."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One answer.
+    """The trace of one answer.
 
     Attributes:
         prompt_ids: [prompt].
@@ -43,13 +42,13 @@ class Trace:
     draft_logs: tuple[tuple[float, ...], ...]
 
     def rank(self, position: int) -> int | None:
-        """Rank of the target's token in the draft; None when it is not among those recorded."""
+        """Return the rank of the target's token among the recorded ones of the draft; None if it is not recorded."""
         ids = self.draft_ids[position]
         return ids.index(self.token_ids[position]) if self.token_ids[position] in ids else None
 
 
 def save(traces: Sequence[Trace], path: Path) -> None:
-    """Writes traces as JSON, log-probabilities to three places."""
+    """Write traces as JSON, with log-probabilities of three decimals."""
     rows = [asdict(trace) for trace in traces]
     for row in rows:
         row["draft_logs"] = [[round(log, 3) for log in logs] for logs in row["draft_logs"]]
@@ -64,10 +63,10 @@ def _check(trace: Trace) -> None:
 
 
 def load(path: Path) -> list[Trace]:
-    """Reads what `save` wrote.
+    """Read the traces of a file that `save` wrote.
 
     Raises:
-        InvalidInputError: it did not write this, or no text.
+        InvalidInputError: the file is not valid, or holds no text.
     """
     try:
         traces = [
@@ -89,10 +88,10 @@ def load(path: Path) -> list[Trace]:
 
 
 def shipped(folder: Path | None = None) -> dict[str, list[Trace]]:
-    """Traces by kind of text: those of the built-in pair, or those of a folder.
+    """Return traces by kind of text: those of the built-in pair, or those of a folder.
 
     Raises:
-        InvalidInputError: there are none.
+        InvalidInputError: the folder has no traces.
     """
     folder = folder or Path(__file__).parent / "data"
     files = sorted(folder.glob("*.json"))
@@ -102,11 +101,11 @@ def shipped(folder: Path | None = None) -> dict[str, list[Trace]]:
 
 
 class TraceScript:
-    """A trace as `testing.ToyTarget` and `testing.ToyDrafter` play it.
+    """A trace as a script for `ToyTarget` and `ToyDrafter` of tests/simulation.
 
     Args:
         trace: to replay.
-        pool: traces of the same kind of text, for what is off the text.
+        pool: traces of the same kind of text, for prefixes off the text.
     """
 
     def __init__(self, trace: Trace, pool: Sequence[Trace]) -> None:
@@ -116,12 +115,12 @@ class TraceScript:
         self._elsewhere = [candidates for other in pool for candidates in _candidates(other)]
 
     def target_token(self, prefix: tuple[int, ...]) -> int:
-        """The target's token after `prefix`."""
+        """Return the target's token after `prefix`."""
         length = len(prefix)
         return self._text[length] if length < len(self._text) and prefix == self._text[:length] else OFF_TEXT
 
     def candidates(self, prefix: tuple[int, ...], source: int = 1) -> Candidates:
-        """Tokens that the draft proposes after `prefix`, likeliest first, with log chances."""
+        """Return the draft's candidates after `prefix`, likeliest first, with log-probabilities."""
         length = len(prefix)
         if length < len(self._text) and prefix == self._text[:length]:
             return self._recorded[length - self._num_prompt]
@@ -129,7 +128,7 @@ class TraceScript:
 
 
 def _candidates(trace: Trace) -> list[Candidates]:
-    """What the drafter publishes at each position."""
+    """Return the candidates that the drafter proposes at each position."""
     least = math.log(MIN_CHANCE)
     return [
         tuple((token, log) for token, log in zip(ids[:NUM_CHILDREN], logs, strict=False) if log >= least)

@@ -1,8 +1,8 @@
-"""Tree speculative decoding on real trees: the contender whose trees a formula would flatter.
+"""Tree speculative decoding on recorded trees, after SpecInfer (arXiv 2305.09781) and EAGLE-2 (2406.16858).
 
-A formula that lets siblings in per layer takes every sibling's subtree to be as deep as the best chain. Here the draft
-expands the likeliest nodes of a recorded trace, step by step, the target verifies the likeliest ones, and nothing is
-kept for the next round. (After SpecInfer, arXiv 2305.09781, and EAGLE-2, 2406.16858.)
+The draft expands the likeliest nodes of a recorded trace, step by step; the target verifies the likeliest ones; the
+next round starts a new tree. `contenders.tree_sd` would overestimate this contender, because it assumes that the
+subtree of every sibling is as deep as the best chain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.contest.traces import Trace, TraceScript
 DEPTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24)
 WIDTHS = (1, 4, 16)
 WINDOWS = (16, 64)
-"""What is tried: draft steps a round, nodes a step, candidates a window."""
+"""Settings that are tried: draft steps per round, nodes per step, candidates per window."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TreeRun:
     """Tree speculative decoding with one setting.
 
     Attributes:
-        setting: draft steps a round, nodes a step, candidates a window.
+        setting: draft steps per round, nodes per step, candidates per window.
         tokens: of the text.
         steps: [draft steps] rows of each.
         passes: [passes] rows of each.
@@ -38,13 +38,13 @@ class TreeRun:
     passes: Sequence[int]
 
     def speedup(self, costs: Costs) -> float:
-        """Over plain decoding."""
+        """Return the speed-up over plain decoding."""
         seconds = sum(map(costs.draft, self.steps)) + sum(map(costs.target, self.passes))
         return self.tokens * costs.target(1) / seconds
 
 
 def tree_runs(trace: Trace) -> list[TreeRun]:
-    """One text with every setting: which tokens are accepted does not depend on what steps cost."""
+    """Run one text with every setting. Acceptance does not depend on step times, so that all costs share these runs."""
     script = TraceScript(trace, [trace])
     return [_run(trace, script, *setting) for setting in product(DEPTHS, WIDTHS, WINDOWS)]
 
@@ -65,7 +65,7 @@ def _run(trace: Trace, script: TraceScript, depth: int, width: int, window: int)
 
 
 class _Tree:
-    """Candidates after `root`, as prefixes with the log of the chance of each."""
+    """The candidates after a root, as prefixes with log-probabilities."""
 
     def __init__(self, script: TraceScript, root: tuple[int, ...]) -> None:
         self._script = script
@@ -73,7 +73,7 @@ class _Tree:
         self._scores: dict[tuple[int, ...], float] = {}
 
     def grow(self, width: int) -> int:
-        """Expands the likeliest open nodes; how many."""
+        """Expand up to `width` of the likeliest open nodes. Returns their number."""
         nodes = [heapq.heappop(self._open) for _ in range(min(width, len(self._open)))]
         for negated, prefix in nodes:
             for token, log in self._script.candidates(prefix):
@@ -83,5 +83,5 @@ class _Tree:
         return len(nodes)
 
     def likeliest(self, count: int) -> set[tuple[int, ...]]:
-        """The likeliest nodes: with every one its parent, which is likelier."""
+        """Return the `count` likeliest nodes. They include their parents, which are likelier."""
         return set(heapq.nlargest(count, self._scores, key=self._scores.__getitem__))

@@ -1,1 +1,1 @@
-"""Measuring, on real machines and on a virtual clock."""
+"""Measurements of `langchain-card bench`, `trace`, `doctor` and `plan`."""

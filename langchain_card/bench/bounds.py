@@ -1,4 +1,4 @@
-"""How sure a figure is: bootstrapped bounds over prompts."""
+"""Bootstrap intervals of measured figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure over several texts, with its 95 % bootstrap interval: of 100 made so, 95 hold the true figure."""
+    """A figure over several prompts, with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -23,13 +23,13 @@ class Measured:
         figure: Callable[[Sequence[float]], float] = statistics.mean,
         draws: int = 4000,
     ) -> Measured:
-        """Of a value a text.
+        """Return the figure of `values`, one value per prompt, with its interval.
 
         Args:
             values: at least one.
-            figure: what is made of them.
-            draws: of the bootstrap; the same ones always.
+            figure: computes the figure from values.
+            draws: bootstrap samples. The random seed is fixed.
         """
         rng = random.Random(0)  # noqa: S311
-        found = sorted(figure(rng.choices(values, k=len(values))) for _ in range(draws))
-        return cls(figure(values), found[int(0.025 * draws)], found[int(0.975 * draws)])
+        samples = sorted(figure(rng.choices(values, k=len(values))) for _ in range(draws))
+        return cls(figure(values), samples[int(0.025 * draws)], samples[int(0.975 * draws)])

@@ -1,4 +1,4 @@
-"""Methods side by side: the same prompts, in turns, in one run; what came of it, also where the run was cut short."""
+"""The comparison of decoding methods on the same prompts, in turns: runs, speedups, differences, and the table."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from typing import Any
 
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.method import Method, Run
-from langchain_card.bench.method_table import PLAIN
+from langchain_card.bench.method_table import PEERS, PLAIN
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError, InvalidInputError
 
 WARM_UPS = 2
-"""Rounds that are not counted, over the longest and the shortest prompts: kernels compile, pages are touched, `auto`
-measures both of its schedules."""
+"""Uncounted runs of each method, over the longest and the shortest prompts.
+
+They compile kernels, touch memory, and let `auto` measure both of its schedules."""
+
+_GIB = 1 << 30
+
+MIN_PROMPTS = 6
+"""Fewest prompts for which intervals are shown. Bootstrap intervals of fewer are too narrow."""
+
+HEADERS = (
+    "method", "weights", "tokens/s (quartiles)", "times plain (95 %)", "accepted length", "acceptance", "hits",
+    "busy target / draft", "first token", "peak memory", "identical",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run.
+    """One run of a comparison.
 
     Attributes:
-        method: its name.
-        group: number of the prompts that it was given.
-        repeat: number of the pass over all prompts.
-        run: what came of it.
+        method: name of the method.
+        group: index of the batch of prompts.
+        repeat: index of the pass over all prompts.
+        run: its result.
     """
 
     method: str
@@ -41,15 +52,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer parts from plain's.
+    """An answer that differs from that of plain decoding.
 
     Attributes:
-        method: whose answer.
-        group, repeat, answer: which one: the group's number, the pass, the answer in the group.
-        position: tokens that are the same.
-        own, plain: the text of the next token, or "" where the answer ends.
-        gap: difference of the log-probabilities of the target's two likeliest tokens there; None at a temperature,
-            before it was asked (`explain`), and where it cannot be asked.
+        method: name of the method.
+        group, repeat, answer: indices of the batch, of the pass over all prompts, and of the answer in the batch.
+        position: number of equal tokens before the difference.
+        own, plain: text of the next token of either answer; "" if the answer ends there.
+        gap: difference of the log-probabilities of the target's two likeliest tokens there; None until `measure_gaps`
+            has run, at a temperature, and where the target cannot compute it.
     """
 
     method: str
@@ -63,15 +74,15 @@ class Difference:
 
 
 @dataclass
-class Race:
-    """What was measured so far.
+class Comparison:
+    """The results of a comparison, complete or not.
 
     Attributes:
-        weights: of each method, in words.
+        weights: number formats by method, in words.
         rows: all runs.
-        failed: why a method was left out, by its name.
-        differences: answers that are not plain's.
-        greedy: whether the likeliest token was taken.
+        failed: errors of the methods that were left out, by name.
+        differences: answers that differ from those of plain decoding.
+        greedy: True for greedy decoding, False at a temperature.
     """
 
     weights: dict[str, str]
@@ -81,85 +92,87 @@ class Race:
     greedy: bool = True
 
     def of(self, method: str) -> list[Row]:
-        """The runs of one method."""
+        """Return the runs of one method."""
         return [row for row in self.rows if row.method == method]
 
     def pairs(self, method: str) -> Iterator[tuple[Row, Row]]:
-        """Its runs, each with plain's on the same prompts."""
+        """Yield the runs of a method, each with the plain run of the same prompts."""
         plain = {(row.group, row.repeat): row for row in self.of(PLAIN)}
         for row in self.of(method):
             if (base := plain.get((row.group, row.repeat))) is not None:
                 yield row, base
 
     def speedups(self, method: str) -> list[float]:
-        """For each group of prompts times plain decoding: the median over repeats."""
+        """Return the speedup over plain decoding for each batch of prompts: the median over repeats."""
         ratios: dict[int, list[float]] = {}
         for row, base in self.pairs(method):
             if row.run.speed and base.run.speed:
                 ratios.setdefault(row.group, []).append(row.run.speed / base.run.speed)
-        return [statistics.median(each) for each in ratios.values()]
+        return [statistics.median(values) for values in ratios.values()]
 
     def speedup(self, method: str) -> Measured | None:
-        """Their median, with its bounds; None where nothing can be compared."""
-        found = self.speedups(method)
-        return Measured.of(found, statistics.median) if found else None
+        """Return the median of `speedups` with its interval; None if there are no runs to compare."""
+        speedups = self.speedups(method)
+        return Measured.of(speedups, statistics.median) if speedups else None
 
     def identical(self, method: str) -> tuple[int, int]:
-        """Answers that equal plain's, and all."""
+        """Return the number of answers that equal those of plain decoding, and of all answers."""
         same = [
-            own == reference
+            answer == reference
             for row, base in self.pairs(method)
-            for own, reference in zip(row.run.token_ids, base.run.token_ids, strict=True)
+            for answer, reference in zip(row.run.token_ids, base.run.token_ids, strict=True)
         ]
         return sum(same), len(same)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
+        """Return all results in the form of `bench --json`."""
         return {
             "weights": self.weights,
             "failed": self.failed,
-            "differences": [asdict(each) for each in self.differences],
+            "differences": [asdict(difference) for difference in self.differences],
             "rows": [asdict(row) for row in self.rows],
         }
 
 
-def race(
-    found: Race,
+def compare(
+    results: Comparison,
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
     batch: int,
     repeats: int,
     decode: Callable[[Sequence[int]], str],
-    report: Callable[[Race, int, int], None],
+    report: Callable[[Comparison, int, int], None],
 ) -> None:
-    """Has each method answer all prompts; they take turns, in an order that changes.
+    """Let each method answer all prompts, in turns whose order changes.
 
-    A method that fails is left out from there on, and the others go on.
+    A method that fails is left out of the remaining turns.
 
     Args:
-        found: what is measured is added here.
+        results: receives the runs.
         methods: plain decoding among them.
         prompts: token ids of each.
-        batch: prompts at once.
-        repeats: passes over all of them.
-        decode: token ids to text, for where answers differ.
-        report: told what is known, the number of the group and the number of groups, whenever one is done.
+        batch: prompts per run.
+        repeats: passes over all prompts.
+        decode: turns token ids into text, for answers that differ.
+        report: called after each turn with the results, the number of turns done, and that of all turns.
 
     Raises:
-        CARDError: plain decoding failed: there is nothing to compare with.
+        CARDError: plain decoding failed, so that there is no baseline.
     """
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-    cold, sizes = Race(found.weights, failed=found.failed), [sum(map(len, group)) for group in groups]
+    cold, sizes = Comparison(results.weights, failed=results.failed), [sum(map(len, group)) for group in groups]
     for number, size in enumerate((max(sizes), min(sizes)), 1):
-        _round(cold, methods, groups[sizes.index(size)], 0, -number)
+        _turn(cold, methods, groups[sizes.index(size)], 0, -number)
     for number, (repeat, group) in enumerate(itertools.product(range(repeats), range(len(groups))), 1):
-        _round(found, methods, groups[group], group, repeat)
-        found.differences += _differences(found, group, repeat, decode)
-        report(found, number, repeats * len(groups))
+        _turn(results, methods, groups[group], group, repeat)
+        results.differences += _differences(results, group, repeat, decode)
+        report(results, number, repeats * len(groups))
 
 
-def _round(found: Race, methods: Sequence[Method], prompts: Sequence[Sequence[int]], group: int, repeat: int) -> None:
-    order = [method for method in methods if method.name not in found.failed]
+def _turn(
+    results: Comparison, methods: Sequence[Method], prompts: Sequence[Sequence[int]], group: int, repeat: int
+) -> None:
+    order = [method for method in methods if method.name not in results.failed]
     random.Random(f"{group} {repeat}").shuffle(order)  # noqa: S311
     for method in order:
         try:
@@ -167,48 +180,125 @@ def _round(found: Race, methods: Sequence[Method], prompts: Sequence[Sequence[in
         except CARDError as error:  # noqa: PERF203
             if method.name == PLAIN:
                 raise
-            found.failed[method.name] = str(error)
+            results.failed[method.name] = str(error)
         else:
-            found.rows.append(Row(method.name, group, repeat, run))
+            results.rows.append(Row(method.name, group, repeat, run))
 
 
-def _differences(found: Race, group: int, repeat: int, decode: Callable[[Sequence[int]], str]) -> Iterator[Difference]:
-    """Where answers of one round part from plain's; nobody was asked yet how sure the target is there."""
-    for method in found.weights:
-        for row, base in found.pairs(method):
+def _differences(
+    results: Comparison, group: int, repeat: int, decode: Callable[[Sequence[int]], str]
+) -> Iterator[Difference]:
+    """Yield the answers of one turn that differ from plain decoding, without gaps."""
+    for method in results.weights:
+        for row, base in results.pairs(method):
             if (row.group, row.repeat) != (group, repeat):
                 continue
-            for i, (own, plain) in enumerate(zip(row.run.token_ids, base.run.token_ids, strict=True)):
-                if own != plain:
-                    pairs = zip(own, plain)  # noqa: B905 - one may be the beginning of the other
-                    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(own), len(plain)))
-                    texts = [decode(ids[place : place + 1]) for ids in (own, plain)]
+            for i, (answer, plain) in enumerate(zip(row.run.token_ids, base.run.token_ids, strict=True)):
+                if answer != plain:
+                    pairs = zip(answer, plain)  # noqa: B905 - one may be a prefix of the other
+                    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(answer), len(plain)))
+                    texts = [decode(ids[place : place + 1]) for ids in (answer, plain)]
                     yield Difference(method, group, repeat, i, place, texts[0], texts[1], None)
 
 
-def explain(
-    found: Race, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, report: Callable[[str], None]
+def measure_gaps(
+    results: Comparison, engine: Engine, prompts: Sequence[Sequence[int]], batch: int, report: Callable[[str], None]
 ) -> None:
-    """Asks the target how sure it was where answers part from plain's.
+    """Compute the gap of each difference with the target.
 
     Args:
-        found: of the race; its `differences` get their gaps.
-        engine: of the target.
-        prompts: as the race had them.
-        batch: as the race had it.
-        report: told how far it is.
+        results: of `compare`; its differences receive their gaps.
+        engine: runs the target.
+        prompts: as passed to `compare`.
+        batch: as passed to `compare`.
+        report: receives the progress.
     """
-    answers = {(row.group, row.repeat): row.run.token_ids for row in found.of(PLAIN)}
-    for number, each in enumerate(found.differences):
+    answers = {(row.group, row.repeat): row.run.token_ids for row in results.of(PLAIN)}
+    for number, difference in enumerate(results.differences):
         if number % 10 == 0:
-            report(f"asking the target where answers differ: {number} of {len(found.differences)}")
-        plain = answers[each.group, each.repeat][each.answer]
-        text = [*prompts[each.group * batch + each.answer], *plain[: each.position]]
-        with contextlib.suppress(InvalidInputError):  # a model without a tokenizer for all that it says
-            found.differences[number] = replace(each, gap=_gap(engine, text))
+            report(f"asking the target where answers differ: {number} of {len(results.differences)}")
+        plain = answers[difference.group, difference.repeat][difference.answer]
+        text = [*prompts[difference.group * batch + difference.answer], *plain[: difference.position]]
+        with contextlib.suppress(InvalidInputError):  # a token that the model has and its tokenizer lacks
+            results.differences[number] = replace(difference, gap=_gap(engine, text))
 
 
 def _gap(engine: Engine, text: Sequence[int]) -> float:
-    done = engine.submit(text, SamplingParams(max_tokens=1, schedule="plain", logprobs=2)).result()
-    first, second = (logprob for _, logprob in done.logprobs[0].top)
+    answer = engine.submit(text, SamplingParams(max_tokens=1, schedule="plain", logprobs=2)).result()
+    first, second = (logprob for _, logprob in answer.logprobs[0].top)
     return first - second
+
+
+def markdown(results: Comparison) -> str:
+    """Return a table with a line per method, without figures for those that failed."""
+    lines = [HEADERS, *(_line(results, name) for name in results.weights)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
+    rendered = (" | ".join(map(str.ljust, line, widths)) for line in lines)
+    return "\n".join(f"| {line} |" for line in rendered)
+
+
+def _line(results: Comparison, name: str) -> tuple[str, ...]:
+    runs = [row.run for row in results.of(name)]
+    if not runs:
+        return (name, results.weights[name], *[""] * (len(HEADERS) - 2))
+    speeds, times = [run.speed for run in runs], results.speedup(name)
+    low, _, high = statistics.quantiles(speeds, n=4, method="inclusive") if len(speeds) > 1 else [speeds[0]] * 3
+    same, every = results.identical(name)
+    schedules = sorted({run.figures.get("schedule", name) for run in runs})
+    is_base = name == PLAIN
+    return (
+        f"{name} ({', '.join(schedules)})" if name == "card" else name,
+        results.weights[name],
+        f"{statistics.median(speeds):.1f} ({low:.1f} to {high:.1f})",
+        "1" if is_base or not times else f"{times.value:.2f}{_bounds(results, name)}",
+        _mean(runs, "accepted_length", "{:.2f}"),
+        _mean(runs, "acceptance", "{:.2f}"),
+        _mean(runs, "hit_rate", "{:.2f}"),
+        f"{_mean(runs, 'target_busy', '{:.0%}')} / {_mean(runs, 'draft_busy', '{:.0%}')}".strip(" /"),
+        f"{statistics.median(run.first for run in runs):.2f} s",
+        f"{max(run.peak for run in runs) / _GIB:.1f} GiB",
+        "" if is_base or (name in PEERS and not results.greedy) else f"{same} of {every}",
+    )
+
+
+def _mean(runs: Sequence[Run], figure: str, form: str) -> str:
+    values = [run.figures[figure] for run in runs if run.figures.get(figure) is not None]
+    return form.format(statistics.mean(values)) if values else ""
+
+
+def _bounds(results: Comparison, name: str) -> str:
+    times = results.speedup(name)
+    few = len(results.speedups(name)) < MIN_PROMPTS
+    return "" if few or times is None else f" ({times.low:.2f} to {times.high:.2f})"
+
+
+def remarks(results: Comparison) -> list[str]:
+    """Return the notes below the table: failed methods, differing answers, unequal conditions."""
+    notes = [f"{name} was left out: {why}" for name, why in results.failed.items()]
+    if 0 < len(results.speedups(PLAIN)) < MIN_PROMPTS:
+        notes.append(f"Bounds are given from {MIN_PROMPTS} prompts on.")
+    for name in results.weights:
+        if differences := [d for d in results.differences if d.method == name]:
+            notes += _remark(results, name, differences)
+    if any(name in PEERS for name in results.weights):
+        notes.append(
+            "This engine's methods share what its controller learns, and each remembers earlier prompts and answers, "
+            "as it does for users; others' loops begin anew with each prompt. Peak memory is that of a method's "
+            "process: this engine's methods have one together, with all of their models, and what a draft in a process "
+            "of its own holds is not in it."
+        )
+    return notes
+
+
+def _remark(results: Comparison, name: str, differences: Sequence[Difference]) -> list[str]:
+    if name in PEERS and not results.greedy:  # peers sample with other noise
+        return []
+    first, gaps = differences[0], [d.gap for d in differences if d.gap is not None]
+    alike = results.weights[name].split(",")[0] == results.weights[PLAIN].split(",")[0]
+    kind = "is not lossless here" if alike else "runs on other weights"
+    place = f"prompt {first.group + 1}, token {first.position}: {first.own!r} in the place of {first.plain!r}"
+    sure = "" if first.gap is None else f", where the target's two likeliest tokens are {first.gap:.2g} nats apart"
+    spread = f" (all: median {statistics.median(gaps):.2g}, at most {max(gaps):.2g})" if gaps else ""
+    count = f"{len(differences)} of {results.identical(name)[1]} answers differ"
+    return [f"{name} {kind}: {count}. The first difference: {place}{sure}{spread}."]

@@ -1,4 +1,4 @@
-"""What a pair finds on this machine, measured, in plain sentences."""
+"""The findings of `langchain-card doctor` about a machine and a pair, in plain sentences."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from langchain_card.bench import machine
-from langchain_card.bench.devices import Device, line
-from langchain_card.bench.teacher_forced import asked_as_user
+from langchain_card.bench.prompts import user_prompt
+from langchain_card.bench.step_times import Device, interpolate
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
@@ -24,27 +24,29 @@ from langchain_card.runtime.threads import num_cores
 
 _GIB = 1 << 30
 EXTRAS = {"structured": "llguidance", "server": "fastapi", "langserve": "langserve", "bench": "matplotlib"}
-"""By extra, a package that it brings."""
+"""A package of each extra, by which the extra is detected."""
 
 TRIED: tuple[Schedule, ...] = ("plain", "sequential", "parallel")
+"""Schedules that are measured."""
+
 ALIKE, FAR = 1.05, 1.2
-"""Two figures with a smaller ratio are called the same; with a larger one they contradict each other."""
+"""Ratio of two figures below which they count as equal, and above which they contradict each other."""
 
 GOOD_RATIO = 2.0
-"""A target pass that takes fewer draft steps than this leaves a draft little to gain."""
+"""Draft steps per target pass below which a draft can gain little."""
 
 BUSY = 0.25
-"""Share of the cores that others use from which on measured times are not to be trusted."""
+"""Load per core above which measured times are unreliable."""
 
 
 def about_machine() -> Iterator[str]:
-    """Processor, memory, GPUs, versions, and what is missing."""
-    known = machine.describe()
-    yield f"{known['processor']}, {known['cores']} cores, {known['memory']} of memory, {known['system']}."
-    yield "GPUs: " + (", ".join(known["gpus"]) or "none that CUDA finds") + "."
+    """Describe processor, memory, GPUs, versions, missing extras, and load."""
+    facts = machine.describe()
+    yield f"{facts['processor']}, {facts['cores']} cores, {facts['memory']} of memory, {facts['system']}."
+    yield "GPUs: " + (", ".join(facts["gpus"]) or "none that CUDA finds") + "."
     yield (
         "Versions: "
-        + ", ".join(f"{name} {known[name]}" for name in ("langchain-card", "python", *machine.PACKAGES))
+        + ", ".join(f"{name} {facts[name]}" for name in ("langchain-card", "python", *machine.PACKAGES))
         + "."
     )
     absent = [extra for extra, package in EXTRAS.items() if importlib.util.find_spec(package) is None]
@@ -59,11 +61,11 @@ def about_machine() -> Iterator[str]:
 
 
 def about_kernels(pair: Pair) -> Iterator[str]:
-    """In which numbers the models are computed, and by what."""
+    """Describe number formats and kernels."""
     for role, spec in _models(pair):
-        form = machine.words_of(spec)
+        form = machine.number_format(spec)
         yield f"The {role}, {spec.name}, runs in {form} on {', '.join(map(str, spec.devices))}."
-        if tokens := machine.proposed_of(spec):
+        if tokens := machine.proposed_tokens(spec):
             yield f"It proposes the most frequent {tokens}."
     if pair.target.form == "int8":
         from langchain_card.runtime.cpu.matmul_kernel import instructions
@@ -76,7 +78,7 @@ def about_kernels(pair: Pair) -> Iterator[str]:
 
 
 def about_vocabulary(pair: Pair) -> Iterator[str]:
-    """Whether draft and target speak of the same tokens."""
+    """Describe how much of its vocabulary the draft shares with the target."""
     if pair.draft is None:
         return
     if pair.vocabulary is None:
@@ -87,13 +89,13 @@ def about_vocabulary(pair: Pair) -> Iterator[str]:
 
 
 def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
-    """What weights and sequences take."""
+    """Describe the memory that weights and sequences need, and what is free."""
     limits = config.limits
     for role, spec in _models(pair):
         needs = ModelNeeds(role, spec, limits.max_window)
-        held = "is loaded" if not needs.weights else f"takes {needs.weights / _GIB:.1f} GiB"
-        each = needs.kv(pair.max_len) / _GIB
-        yield f"The {role} {held}, and {each:.2f} GiB for each sequence of {pair.max_len:,} positions, when it is full."
+        weights = "is loaded" if not needs.weights else f"takes {needs.weights / _GIB:.1f} GiB"
+        kv = f"{needs.kv(pair.max_len) / _GIB:.2f} GiB for each sequence of {pair.max_len:,} positions, when it is full"
+        yield f"The {role} {weights}, and {kv}."
     for device in dict.fromkeys(device for _, spec in _models(pair) for device in spec.devices):
         yield f"{free_bytes(device) / _GIB:.1f} GiB of {device} are free."
 
@@ -109,9 +111,9 @@ def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:
 
 
 def about_steps(device: Device, *, shared: bool) -> Iterator[str]:
-    """Step times; what both lose at once where they share a device."""
+    """Describe step times, and the slowdown of models that share a device."""
     for role, curve in (("target", device.target), ("draft", device.draft)):
-        times = ", ".join(f"{1e3 * line(curve, rows):.0f} ms over {rows}" for rows in (1, 4, 8, 16))
+        times = ", ".join(f"{1e3 * interpolate(curve, rows):.0f} ms over {rows}" for rows in (1, 4, 8, 16))
         yield f"A step of the {role} takes {times} rows."
     yield f"A target pass takes as long as {device.ratio:.1f} draft steps."
     if shared and max(device.slowdown) > ALIKE:
@@ -123,14 +125,14 @@ def about_steps(device: Device, *, shared: bool) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What an engine has learnt from a few answers.
+    """The measurements of a few answers.
 
     Attributes:
         measured: tokens per second, by schedule.
-        expected: seconds a token by measured step times and hits, by schedule; `plain` among them.
-        hits: share of tokens that a draft model had guessed where it had looked; None without one.
-        chosen: the schedule that `auto` takes for one request from here on.
-        shared: whether draft and target have one device.
+        expected: seconds per token that the controller predicts, by schedule, including `plain`.
+        hits: share of tokens that the draft model had proposed, of those it had tried; None without a draft model.
+        chosen: schedule that `auto` now chooses for one request.
+        shared: True if draft and target share a device.
     """
 
     measured: dict[Schedule, float]
@@ -141,44 +143,44 @@ class Trial:
 
     @property
     def predicted(self) -> float:
-        """Of the chosen schedule, times plain decoding."""
+        """Predicted speedup of the chosen schedule over plain decoding."""
         return self.expected["plain"] / self.expected[self.chosen] if self.expected.get(self.chosen) else 1.0
 
     @property
     def gain(self) -> float:
-        """Of the chosen schedule, times plain decoding, as it was measured."""
+        """Measured speedup of the chosen schedule over plain decoding."""
         return self.measured.get(self.chosen, 0.0) / self.measured["plain"] if self.measured["plain"] else 0.0
 
 
 def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
-    """Answers with every schedule, in turns, and asks the engine's own controller what it makes of it."""
+    """Answer prompts with every schedule in turns, and return the speeds and the controller's predictions."""
     assert isinstance(engine.backend, Driver)
     policy = engine.backend.coordinator.policy
     assert isinstance(policy, Controller)
     tried = TRIED[: 1 + (engine.config.draft_model is not None) + engine.config.has_draft]
     stats: dict[Schedule, list[RequestStats]] = {schedule: [] for schedule in tried}
-    for number, text in enumerate([texts[0], *texts]):  # the first is not counted: kernels compile
+    for number, text in enumerate([texts[0], *texts]):  # the first is not counted: it compiles kernels
         for schedule in tried:
-            tenant = schedule if number else f"{schedule}, warm-up"  # nothing is drafted from the same answer
+            tenant = schedule if number else f"{schedule}, warm-up"  # n-grams do not know the same answer
             params = SamplingParams(max_tokens=max_tokens, schedule=schedule, tenant=tenant)
-            done = engine.submit(asked_as_user(engine, text), params).result()
+            answer = engine.submit(user_prompt(engine, text), params).result()
             if number:
-                stats[schedule].append(done.stats)
-    measured = {schedule: _speed(each) for schedule, each in stats.items()}
+                stats[schedule].append(answer.stats)
+    measured = {schedule: _speed(of_schedule) for schedule, of_schedule in stats.items()}
     expected = {schedule: policy.seconds_a_token(schedule) for schedule in tried[1:]}
     expected["plain"] = policy.costs_of(Load("plain")).target.at(1)
     chosen = policy.auto(1, None)
-    hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone leave it at what is usual
+    hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone leave it at its initial value
     return Trial(measured, expected, hits, chosen, policy.shared_device)
 
 
 def _speed(stats: Sequence[RequestStats]) -> float:
-    seconds = sum(one.decode_seconds for one in stats)
-    return sum(one.output_tokens - 1 for one in stats) / seconds if seconds else 0.0
+    seconds = sum(s.decode_seconds for s in stats)
+    return sum(s.output_tokens - 1 for s in stats) / seconds if seconds else 0.0
 
 
 def about_schedule(trial: Trial) -> Iterator[str]:
-    """Which one will run, why, and how fast that will be."""
+    """Describe the schedule that `auto` will choose, the reason, and the speed to expect."""
     yield (
         "Measured, tokens per second: "
         + ", ".join(f"{name} {speed:.1f}" for name, speed in trial.measured.items())
@@ -187,7 +189,7 @@ def about_schedule(trial: Trial) -> Iterator[str]:
     if trial.hits is not None:
         yield f"The draft had guessed {trial.hits:.0%} of the tokens where it had looked."
     if not any(seconds for schedule, seconds in trial.expected.items() if schedule != "plain"):
-        return  # no steps cost time: there is nothing to choose
+        return  # no expected times: there is nothing to choose
     expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
     where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
     yield f"{where}. By step times and hits a token costs: {expected}."
@@ -204,7 +206,7 @@ def about_schedule(trial: Trial) -> Iterator[str]:
 
 
 def advice(trial: Trial, device: Device | None, pair: Pair) -> Iterator[str]:
-    """What would help."""
+    """Recommend what would make this pair faster."""
     if pair.draft is not None and trial.gain < ALIKE and trial.predicted < ALIKE:
         yield "Speculation gains nothing here: plain decoding is as fast, and draft_model=None saves memory."
     if device is not None and device.ratio < GOOD_RATIO:

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the processor, its cores and memory, the GPUs, and the versions that matter."""
+"""A description of this machine and of the models on it, for reports of measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GIB = 1 << 30
 
 
 def describe() -> dict[str, Any]:
-    """For people and for files."""
+    """Return processor, cores, memory, GPUs and versions, as they are printed and written to files."""
     return {
         "langchain-card": __version__,
         "python": platform.python_version(),
@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def version(package: str) -> str:
-    """Of an installed package, or "not installed"."""
+    """Return the version of an installed package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +43,7 @@ def version(package: str) -> str:
 
 
 def processor() -> str:
-    """Its name."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -52,21 +52,21 @@ def processor() -> str:
 
 
 def gpus() -> list[str]:
-    """CUDA devices, by name and memory."""
+    """Return name and memory of every CUDA device."""
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [f"{one.name}, {one.total_memory / _GIB:.0f} GiB" for one in found]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{device.name}, {device.total_memory / _GIB:.0f} GiB" for device in devices]
 
 
-def words_of(spec: ModelSpec) -> str:
-    """The number format of a model's weights, for people."""
+def number_format(spec: ModelSpec) -> str:
+    """Return the number format of a model's weights, in words."""
     if spec.form == "int8":
         return "4 bits" if spec.draft else "int8"
     return str(spec.dtype).removeprefix("torch.") + (", quantized" if spec.quantization else "")
 
 
-def proposed_of(spec: ModelSpec) -> str:
-    """Which tokens a draft proposes, for people; "" where it is all of them."""
+def proposed_tokens(spec: ModelSpec) -> str:
+    """Return how much of its vocabulary a draft proposes, in words; "" if all of it."""
     tokens = read_config(spec.folder).get_text_config().vocab_size
     return f"{HEAD:,} of {tokens:,} tokens" if spec.draft and tokens > HEAD else ""

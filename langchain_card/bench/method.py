@@ -1,4 +1,4 @@
-"""What is measured of a method of decoding, and the seam that all of them have: ours and those of others."""
+"""The interface of the methods that `langchain-card bench` compares, and what it measures of a run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-_OWN = Path("/proc/self")
+_PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a method made of prompts that it was given at once.
+    """One run of a method over a batch of prompts.
 
     Attributes:
         token_ids: of each answer.
-        first: seconds until the first token of the first answer: mostly the reading of prompts.
-        seconds: from there to the end of the last.
-        tokens: of all answers, without the first of each.
-        peak: bytes of the device's memory that the method's process held at most, weights and all.
-        figures: by name what only some methods count: `accepted_length`, `acceptance`, `hit_rate`, `target_busy`,
+        first: seconds until the first token of the first answer, mostly spent on prefill.
+        seconds: from the first token to the end of the last answer.
+        tokens: generated in `seconds`: all tokens but those of the first step.
+        peak: most bytes of memory that the method's process held, weights included.
+        figures: statistics that only some methods report: `accepted_length`, `acceptance`, `hit_rate`, `target_busy`,
             `draft_busy`, `schedule`.
     """
 
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Tokens per second after the first token; 0 where there were none."""
+        """Tokens per second after the first token; 0 if no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -45,40 +45,40 @@ class Method(Protocol):
     """A way to decode.
 
     Attributes:
-        name: that users give.
-        weights: what it runs on, in words.
+        name: as users write it.
+        weights: number format of the weights, in words.
     """
 
     name: str
     weights: str
 
     def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
-        """Answers prompts at once. What was learnt from texts under another `repeat` is not used."""
+        """Answer a batch of prompts. Texts of another `repeat` are not reused."""
 
 
 class PeakMemory:
-    """The most memory that this process has held since `reset`; what processes of its own hold is not counted.
+    """The peak memory of this process since `reset`, without its child processes.
 
     Args:
-        cuda: of all CUDA devices; else of the machine.
+        cuda: True measures the memory of all CUDA devices, False that of the machine.
     """
 
     def __init__(self, *, cuda: bool) -> None:
         self._devices = range(torch.cuda.device_count() if cuda else 0)
 
     def reset(self) -> None:
-        """From now on."""
+        """Start a new measurement."""
         for index in self._devices:
             torch.cuda.reset_peak_memory_stats(index)
-        with contextlib.suppress(OSError):  # where there is no such file the peak is what is held when it is read
-            (_OWN / "clear_refs").write_text("5")
+        with contextlib.suppress(OSError):  # without this file, `read` returns the current memory
+            (_PROC / "clear_refs").write_text("5")
 
     def read(self) -> int:
-        """In bytes."""
+        """Return the peak in bytes."""
         if self._devices:
             return sum(torch.cuda.max_memory_allocated(index) for index in self._devices)
         try:
-            lines = (_OWN / "status").read_text().splitlines()
+            lines = (_PROC / "status").read_text().splitlines()
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
         except (OSError, StopIteration):
             return int(psutil.Process().memory_info().rss)

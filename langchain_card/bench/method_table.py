@@ -1,4 +1,4 @@
-"""The names of what `langchain-card bench` compares, and what each can do; nothing heavy is imported here."""
+"""The names and requirements of the methods that `langchain-card bench` compares. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from langchain_card.config import EngineConfig, Schedule
 from langchain_card.errors import InvalidInputError, check_choice
 
 PLAIN = "plain"
-"""The method that the others are compared with."""
+"""The baseline: plain decoding."""
 
 DEFAULTS = (PLAIN, "sequential", "parallel", "card")
+"""Methods that are compared by default."""
 
 SCHEDULES: dict[str, Schedule] = {PLAIN: "plain", "sequential": "sequential", "parallel": "parallel", "card": "auto"}
-"""This engine's, by method; `card` is what users get."""
+"""Schedule by method, for methods of this engine. `card` is the default of the chat model."""
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"draft_model": "ngram", "drafters": None, "stack": ()},
@@ -23,18 +24,20 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "beside": {"drafters": ("ngram",), "stack": ()},
     "below": {"drafters": (), "stack": ("ngram",)},
 }
-"""Engines of their own over the same weights, under `auto`: n-grams alone, the draft model alone, both together."""
+"""Fields of `EngineConfig` by method, for methods with an engine of their own over the same weights.
+
+N-grams alone, the draft model alone, n-grams beside the draft model, and n-grams below it, all under `auto`."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What another package's loop can do.
+class PeerKind:
+    """Requirements and abilities of another package's decoding loop.
 
     Attributes:
-        drafts: whether it needs a draft model.
-        batches: whether it takes several prompts at once.
-        weights: those of this engine; the same in float32; or a GGUF file's as they are.
-        package: that it needs beside transformers.
+        drafts: True if it needs a draft model.
+        batches: True if it accepts several prompts at once.
+        weights: this engine's, the same in float32, or those of the GGUF file.
+        package: required besides transformers.
     """
 
     drafts: bool = False
@@ -43,29 +46,31 @@ class Kind:
     package: str = ""
 
 
-PEERS: dict[str, Kind] = {
-    "hf-float32": Kind(batches=True, weights="float32"),
-    "hf-generate": Kind(batches=True),
-    "hf-assisted": Kind(drafts=True),
-    "hf-prompt-lookup": Kind(),
-    "flashspec": Kind(drafts=True, package="flashspec"),
-    "llama-cpp": Kind(weights="gguf", package="llama-cpp-python"),
+PEERS: dict[str, PeerKind] = {
+    "hf-float32": PeerKind(batches=True, weights="float32"),
+    "hf-generate": PeerKind(batches=True),
+    "hf-assisted": PeerKind(drafts=True),
+    "hf-prompt-lookup": PeerKind(),
+    "flashspec": PeerKind(drafts=True, package="flashspec"),
+    "llama-cpp": PeerKind(weights="gguf", package="llama-cpp-python"),
 }
-"""transformers' `generate` in float32; the same on this engine's weights, with its draft, with prompt lookup;
-FlashSpec (the package flashspec), with its own choice of strategy; and llama.cpp, which does not draft here."""
+"""Loops of other packages.
+
+transformers' `generate` in float32, on this engine's weights, with its draft, and with prompt lookup; FlashSpec with
+its own choice of strategy; llama.cpp without a draft."""
 
 METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
 
 
 def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> tuple[str, ...]:
-    """The methods to compare, plain decoding first.
+    """Return the methods to compare, plain decoding first.
 
     Raises:
-        InvalidInputError: there is no such method, or it cannot do what is asked.
+        InvalidInputError: a method does not exist, is not installed, or does not support this draft or batch.
     """
     for name in names:
         check_choice("--methods", name, METHODS)
-        kind = PEERS.get(name, Kind(batches=True))
+        kind = PEERS.get(name, PeerKind(batches=True))
         if kind.package and not _is_installed(kind.package):
             raise InvalidInputError("--methods", name, "is not installed", f"pip install {kind.package}")
         if (kind.drafts or name in ("model", "beside", "below")) and not config.has_draft:

@@ -1,4 +1,4 @@
-"""The methods that `langchain-card bench` compares: this engine's schedules and drafts, and others' loops."""
+"""The methods of this engine that `langchain-card bench` compares, and the loading of all methods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from langchain_card.bench.machine import proposed_of, words_of
+from langchain_card.bench.machine import number_format, proposed_tokens
 from langchain_card.bench.method import Method, PeakMemory, Run
 from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES
 from langchain_card.bench.peers import Peer
@@ -19,13 +19,13 @@ from langchain_card.models.loader import Pair, resolve
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How all methods decode.
+class DecodeOptions:
+    """Options that all compared methods decode with.
 
     Attributes:
-        max_tokens: of an answer.
-        temperature: 0 takes the likeliest token.
-        batch: prompts at once.
+        max_tokens: of each answer.
+        temperature: 0 is greedy decoding.
+        batch: prompts per run.
     """
 
     max_tokens: int
@@ -33,102 +33,100 @@ class Asked:
     batch: int = 1
 
 
-class Ours:
-    """One of this engine's methods.
+class EngineMethod:
+    """A `Method` that runs on an engine of this package.
 
     Args:
         name: of the method.
-        weights: in words.
-        engine: that answers.
-        asked: how.
+        weights: number format of the weights, in words.
+        engine: answers the prompts.
+        options: of all answers.
     """
 
-    def __init__(self, name: str, weights: str, engine: Engine, asked: Asked) -> None:
+    def __init__(self, name: str, weights: str, engine: Engine, options: DecodeOptions) -> None:
         self.name, self.weights = name, weights
-        self._engine, self._asked = engine, asked
+        self._engine, self._options = engine, options
         self._peak = PeakMemory(cuda=any("cuda" in device for device in engine.devices.values()))
 
     def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
-        """Each method and repeat is a tenant of its own: none looks up what another one read or wrote."""
-        asked = self._asked
+        """Answer a batch of prompts, as a tenant per method and repeat, so that caches are not shared."""
         params = SamplingParams(
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
+            max_tokens=self._options.max_tokens,
+            temperature=self._options.temperature,
             schedule=SCHEDULES.get(self.name, "auto"),
             tenant=f"{self.name} {repeat}",
         )
         self._peak.reset()
         self._engine.announce(len(prompts))
         generations = [self._engine.submit(prompt, params) for prompt in prompts]
-        done = [generation.result() for generation in generations]
-        stats = [each.stats for each in done]
-        begun, first, ended = (
-            min(one.submitted for one in stats),
-            min(one.first_token for one in stats),
-            max(one.ended for one in stats),
-        )
+        answers = [generation.result() for generation in generations]
+        stats = [answer.stats for answer in answers]
+        first, ended = min(s.first_token for s in stats), max(s.ended for s in stats)
         return Run(
-            tuple(each.token_ids for each in done),
-            first - begun,
+            tuple(answer.token_ids for answer in answers),
+            first - min(s.submitted for s in stats),
             ended - first,
-            sum(one.output_tokens - 1 for one in stats),
+            sum(s.output_tokens - 1 for s in stats),
             self._peak.read(),
             _figures(stats, ended - first),
         )
 
 
 def _figures(stats: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
-    rounds, verified = sum(one.rounds for one in stats), sum(one.verified for one in stats)
-    accepted = sum(one.accepted for one in stats)
+    rounds, verified = sum(s.rounds for s in stats), sum(s.verified for s in stats)
+    accepted = sum(s.accepted for s in stats)
     return {
         "schedule": stats[-1].schedule,
-        "accepted_length": sum(one.output_tokens for one in stats) / rounds,
+        "accepted_length": sum(s.output_tokens for s in stats) / rounds,
         "acceptance": accepted / verified if verified else None,
-        "hit_rate": sum(one.hits for one in stats) / rounds,
-        "target_busy": sum(one.target_busy for one in stats) / seconds if seconds > 0 else None,
-        "draft_busy": sum(one.draft_busy for one in stats) / seconds if seconds > 0 else None,
+        "hit_rate": sum(s.hits for s in stats) / rounds,
+        "target_busy": sum(s.target_busy for s in stats) / seconds if seconds > 0 else None,
+        "draft_busy": sum(s.draft_busy for s in stats) / seconds if seconds > 0 else None,
     }
 
 
 def open_methods(
     names: Sequence[str],
     config: EngineConfig,
-    asked: Asked,
-    held: contextlib.ExitStack,
+    options: DecodeOptions,
+    stack: contextlib.ExitStack,
     open_engine: Callable[[EngineConfig], Engine],
     report: Callable[[str], None],
 ) -> tuple[Engine, list[Method], dict[str, str]]:
-    """The engine that all of ours share, the methods, and why others could not be loaded.
+    """Load the methods.
 
     Args:
         names: of the methods.
         config: of the engine.
-        asked: how they decode.
-        held: closes them.
-        open_engine: loads one.
-        report: told what is loaded.
+        options: of all answers.
+        stack: closes engines and peers when it is closed.
+        open_engine: loads an engine.
+        report: receives the progress.
+
+    Returns:
+        The engine with `config`, the methods, and the errors of peers that could not be loaded, by name.
     """
-    engine = held.enter_context(open_engine(config))
+    engine = stack.enter_context(open_engine(config))
     pair, methods, failed = resolve(config), list[Method](), dict[str, str]()
     for name in names:
         if name in PEERS:
             report(f"loading {name}")
             try:
-                peer = Peer(name, config, asked.max_tokens, asked.temperature)
+                peer = Peer(name, config, options.max_tokens, options.temperature)
             except CARDError as error:
                 failed[name] = str(error)
                 continue
-            held.callback(peer.close)
+            stack.callback(peer.close)
             methods.append(peer)
             continue
-        own = engine
+        method_engine = engine
         if name in DRAFTS:
-            own = held.enter_context(open_engine(replace(config, **DRAFTS[name])))
-        methods.append(Ours(name, _weights(name, pair), own, asked))
+            method_engine = stack.enter_context(open_engine(replace(config, **DRAFTS[name])))
+        methods.append(EngineMethod(name, _weights(name, pair), method_engine, options))
     return engine, methods, failed
 
 
 def _weights(name: str, pair: Pair) -> str:
     draft = None if name in (PLAIN, "ngram") else pair.draft
-    words = [] if draft is None else [f"draft {words_of(draft)}", proposed_of(draft)]
-    return ", ".join([words_of(pair.target), *filter(None, words)])
+    words = [] if draft is None else [f"draft {number_format(draft)}", proposed_tokens(draft)]
+    return ", ".join([number_format(pair.target), *filter(None, words)])

@@ -1,4 +1,4 @@
-"""The process of a peer (`peers.Peer`): `python -m langchain_card.bench.peer_process`, which is told all on stdin."""
+"""The process of a peer (`peers.Peer`), which reads and writes JSON lines: `-m langchain_card.bench.peer_process`."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ _Generate: TypeAlias = Callable[[Sequence[Sequence[int]]], Run]
 
 
 def main() -> None:
-    """Reads a line that says what it is, answers `{}`; then a run for each line of prompts."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is not an answer
-    asked = json.loads(sys.stdin.readline())
+    """Load the peer that the first line describes and respond `{}`; then respond to each line of prompts with a run."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to stderr
+    setup = json.loads(sys.stdin.readline())
     use_threads(num_cores())
     try:
-        generate, device = _make(asked)
+        generate, device = _make(setup)
     except Exception as error:
-        print(json.dumps({"error": _words(error)}), file=answers, flush=True)
+        print(json.dumps({"error": _message(error)}), file=output, flush=True)
         return
     peak = PeakMemory(cuda=device.type == "cuda")
-    print("{}", file=answers, flush=True)
+    print("{}", file=output, flush=True)
     for line in sys.stdin:
         peak.reset()
         try:
             run = generate(json.loads(line)["prompts"])
-            said = {name: getattr(run, name) for name in ("token_ids", "first", "seconds", "tokens", "figures")}
-            said["peak"] = peak.read()
+            response = {name: getattr(run, name) for name in ("token_ids", "first", "seconds", "tokens", "figures")}
+            response["peak"] = peak.read()
         except Exception as error:
-            said = {"error": _words(error)}
-        print(json.dumps(said), file=answers, flush=True)
+            response = {"error": _message(error)}
+        print(json.dumps(response), file=output, flush=True)
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def _make(asked: dict[str, Any]) -> tuple[_Generate, torch.device]:
-    config, kind = EngineConfig(**asked["config"]), PEERS[asked["name"]]
+def _make(setup: dict[str, Any]) -> tuple[_Generate, torch.device]:
+    config, kind = EngineConfig(**setup["config"]), PEERS[setup["name"]]
     if kind.weights == "float32":
         config = replace(config, quantization=None, dtype="float32")
     pair = resolve(config)
-    make = {"flashspec": _flashspec, "llama-cpp": _llama_cpp}.get(asked["name"], _transformers)
-    return make(asked["name"], pair, asked["max_tokens"], asked["temperature"]), pair.target.device
+    make = {"flashspec": _flashspec, "llama-cpp": _llama_cpp}.get(setup["name"], _transformers)
+    return make(setup["name"], pair, setup["max_tokens"], setup["temperature"]), pair.target.device
 
 
 def gguf_file(model: str) -> Path:
-    """The GGUF file of a model.
+    """Return the GGUF file of a model.
 
     Raises:
-        InvalidInputError: it has none.
+        InvalidInputError: the model has none.
     """
     path = ModelStore().path(model)
     if path.suffix != ".gguf":
@@ -74,7 +74,7 @@ def gguf_file(model: str) -> Path:
 
 
 def _load(spec: ModelSpec) -> Any:
-    """With transformers' own layers and attention, without the folder's habits; a draft keeps its whole head."""
+    """Load a model in transformers' layers, with the default generation config; a draft keeps its whole head."""
     from transformers import GenerationConfig
 
     model = load_model(replace(spec, draft=False, compiled=False), fused=False)
@@ -88,7 +88,7 @@ def _load(spec: ModelSpec) -> Any:
 
 
 def _now(device: torch.device) -> float:
-    """The time when the device has done what it was told."""
+    """Return the time after all work on the device has ended."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -108,14 +108,14 @@ def _transformers(name: str, pair: Pair, max_tokens: int, temperature: float) ->
         options["prompt_lookup_num_tokens"] = 10
     padding = pair.eos_ids[0] if pair.eos_ids else 0
 
-    class Clock(StoppingCriteria):  # type: ignore[misc, unused-ignore]
-        """Stops nothing; notes when there were how many tokens."""
+    class TokenTimer(StoppingCriteria):  # type: ignore[misc, unused-ignore]
+        """A recorder of length and time at each step. It never stops an answer."""
 
         def __init__(self) -> None:
-            self.seen: list[tuple[int, float]] = []
+            self.steps: list[tuple[int, float]] = []
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            self.seen.append((input_ids.shape[1], _now(input_ids.device)))
+            self.steps.append((input_ids.shape[1], _now(input_ids.device)))
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def generate(prompts: Sequence[Sequence[int]]) -> Run:
@@ -123,26 +123,26 @@ def _transformers(name: str, pair: Pair, max_tokens: int, temperature: float) ->
         padded = [[padding] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         torch.manual_seed(0)
-        clock, begun = Clock(), time.perf_counter()
+        timer, begun = TokenTimer(), time.perf_counter()
         out = model.generate(
             torch.tensor(padded, device=pair.target.device),
             attention_mask=torch.tensor(mask, device=pair.target.device),
             max_new_tokens=max_tokens,
-            stopping_criteria=StoppingCriteriaList([clock]),
+            stopping_criteria=StoppingCriteriaList([timer]),
             eos_token_id=list(pair.eos_ids) or None,
             pad_token_id=padding,
             **options,
         )
-        (length, first), (_, ended) = clock.seen[0], clock.seen[-1]
+        (length, first), (_, ended) = timer.steps[0], timer.steps[-1]
         answers = tuple(_cut(row, pair.eos_ids) for row in out[:, longest:].tolist())
-        at_once = (length - longest) * len(prompts)
-        return Run(answers, first - begun, ended - first, sum(map(len, answers)) - at_once)
+        first_step = (length - longest) * len(prompts)
+        return Run(answers, first - begun, ended - first, sum(map(len, answers)) - first_step)
 
     return generate
 
 
 def _cut(token_ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[int, ...]:
-    """Up to the end of text, which belongs to it; what follows is padding."""
+    """Return an answer without its padding. The end-of-text token belongs to the answer."""
     ends = [i for i, token in enumerate(token_ids) if token in eos_ids]
     return tuple(token_ids[: ends[0] + 1] if ends else token_ids)
 
@@ -183,7 +183,7 @@ def _flashspec(name: str, pair: Pair, max_tokens: int, temperature: float) -> _G
 
 
 def _llama_cpp(name: str, pair: Pair, max_tokens: int, temperature: float) -> _Generate:
-    """Reads prompts and writes tokens with all cores; its other settings are its own."""
+    """Return llama.cpp's loop, on all cores and with its default settings."""
     from llama_cpp import Llama
 
     model = Llama(

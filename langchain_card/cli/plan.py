@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_card.bench.bounds import Measured
-    from langchain_card.bench.measure_levels import Levels
+    from langchain_card.bench.measure_stacks import Levels
     from langchain_card.bench.plan import Case, Plan
 
 
@@ -33,8 +33,8 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the levels, plan, and measure what was planned."""
-    from langchain_card.bench.measure_levels import read_levels
-    from langchain_card.bench.plan import stacks
+    from langchain_card.bench.measure_stacks import read_levels
+    from langchain_card.bench.plan import rank_stacks
     from langchain_card.cli.fields import check_output
     from langchain_card.errors import InvalidInputError, check_range
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("--draft-transport", args.draft_transport, limit, "leave it out")
     levels = read_levels(args.costs) if args.costs is not None else _measure_levels(args)
     case = levels.case()
-    every = stacks(case)
+    every = rank_stacks(case)
     plain = next(plan for plan in every if len(plan.levels) == 1)
     _say_agreement(levels)
     print('\npredicted, times plain decoding, draft and target in turns (schedule="sequential"):')
@@ -80,7 +80,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 
 def _measure_levels(args: argparse.Namespace) -> Levels:
-    from langchain_card.bench.measure_levels import measure
+    from langchain_card.bench.measure_stacks import measure
     from langchain_card.cli.fields import engine_fields
     from langchain_card.config import NGRAM, EngineConfig
 
@@ -118,7 +118,7 @@ def _say_choice(case: Case, every: list[Plan]) -> None:
 
 def _run_stacks(args: argparse.Namespace, case: Case, every: list[Plan]) -> dict[tuple[int, ...], Measured]:
     """Plain, the best stack with one drafter and the best with more, on the prompts in turns."""
-    from langchain_card.bench.stacks import configured, times_plain, verdict
+    from langchain_card.bench.measure_stacks import measure_speedups, stack_config, verdict
     from langchain_card.cli.fields import engine_fields
 
     best = {len(plan.levels) > 2: plan for plan in reversed(every) if len(plan.levels) > 1}
@@ -127,7 +127,7 @@ def _run_stacks(args: argparse.Namespace, case: Case, every: list[Plan]) -> dict
         return {}
     plain = next(plan for plan in every if len(plan.levels) == 1)
     print(f"\nmeasuring {len(tried)} of them and plain decoding, in turns ...", flush=True)
-    found = times_plain(fields, case, tried, _texts(args), args.max_tokens)
+    found = measure_speedups(fields, case, tried, _texts(args), args.max_tokens)
     print("times plain decoding, predicted and measured (with a 95 % interval of the mean):")
     for plan, seen in zip(tried, found, strict=True):
         shown = f"{seen.value:5.2f} ({seen.low:.2f} to {seen.high:.2f})"
@@ -135,7 +135,7 @@ def _run_stacks(args: argparse.Namespace, case: Case, every: list[Plan]) -> dict
     print(verdict({describe(case, plan): seen for plan, seen in zip(tried, found, strict=True)}))
     print("as run, for a configuration of your own:")
     for plan in tried:
-        config = configured(fields, case, plan)
+        config = stack_config(fields, case, plan)
         own = ("draft_model", "drafters", "stack", "pins")
         print("  " + ", ".join(f"{name}={getattr(config, name)!r}" for name in own))
     return {plan.levels: seen for plan, seen in zip(tried, found, strict=True)}

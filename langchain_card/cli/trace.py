@@ -57,16 +57,16 @@ def run(args: argparse.Namespace) -> int:
     check_range("--first", args.first, 0, 100_000)
     check_range("--rounds", args.rounds, 1, 1000)
     if args.plot is not None:
-        from langchain_card.bench import timeline_plot  # fails before the work, where matplotlib is absent
+        from langchain_card.bench import plots  # fails before the work, where matplotlib is absent
     config = EngineConfig(**engine_fields(args), **drafter_fields(args))
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, schedule=args.schedule)
     params.check(config.limits)
     screen, tracer = Screen(), Tracer()
     with load(screen, config, tracer) as engine:
-        from langchain_card.bench.teacher_forced import asked_as_user
+        from langchain_card.bench.prompts import user_prompt
         from langchain_card.drafters.model import ModelDrafter
 
-        prompt_ids = asked_as_user(engine, args.prompt or PROMPT)
+        prompt_ids = user_prompt(engine, args.prompt or PROMPT)
         engine.submit(
             prompt_ids, replace(params, max_tokens=min(WARM_UP, params.max_tokens), tenant="warm-up")
         ).result()
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     names = {TARGET: config.model, ModelDrafter.name: config.draft_model or ""}
     _say(screen, timeline, names)
     if args.json is not None:
-        from langchain_card.bench.perfetto import to_perfetto
+        from langchain_card.bench.timeline import to_perfetto
 
         args.json.write_text(json.dumps(to_perfetto(timeline, decode)))
         screen.note(f"{args.json}: open it at https://ui.perfetto.dev")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         if not shown:
             limit = f"the answer has rounds 0 to {len(timeline.rounds) - 1}"
             raise InvalidInputError("--first", args.first, limit, "name an earlier one, or raise --max-tokens")
-        timeline_plot.plot_timeline(timeline, decode, names, args.plot, args.first, args.rounds)
+        plots.plot_timeline(timeline, decode, names, args.plot, args.first, args.rounds)
         screen.note(f"{args.plot}: rounds {shown[0]} to {shown[-1]} of 0 to {len(timeline.rounds) - 1}")
     return 0
 

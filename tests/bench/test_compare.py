@@ -20,12 +20,12 @@ import pytest
 from langchain_card.bench import methods as bench_methods
 from langchain_card.bench import peers, prompts
 from langchain_card.bench.bounds import Measured
-from langchain_card.bench.compare import WARM_UPS, Race, explain, race
-from langchain_card.bench.compare_table import HEADERS, markdown, plot, remarks
+from langchain_card.bench.compare import HEADERS, WARM_UPS, Comparison, compare, markdown, measure_gaps, remarks
 from langchain_card.bench.method import PeakMemory, Run
 from langchain_card.bench.method_table import METHODS, PEERS
-from langchain_card.bench.methods import Asked, open_methods
+from langchain_card.bench.methods import DecodeOptions, open_methods
 from langchain_card.bench.peers import Peer
+from langchain_card.bench.plots import plot_comparison
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Pins
 from langchain_card.engine.engine import Engine
@@ -54,20 +54,20 @@ class Scripted:
         return Run((self._answer,) * len(prompts), 0.1, seconds, 10, 1 << 30)
 
 
-def run(*methods: Scripted, batch: int = 1, repeats: int = 1) -> Race:
-    found = Race({method.name: method.weights for method in methods})
-    race(found, methods, PROMPTS, batch, repeats, str, lambda *_: None)
+def run(*methods: Scripted, batch: int = 1, repeats: int = 1) -> Comparison:
+    found = Comparison({method.name: method.weights for method in methods})
+    compare(found, methods, PROMPTS, batch, repeats, str, lambda *_: None)
     return found
 
 
-def test_figures_of_a_race_are_those_of_its_runs() -> None:
+def test_figures_of_a_comparison_are_those_of_its_runs() -> None:
     plain, fast = Scripted("plain", [1.0, 2.0, 4.0]), Scripted("fast", [0.5, 2.0, 1.0])
     found = run(plain, fast)
     assert found.speedups("fast") == [2.0, 1.0, 4.0]
     times = found.speedup("fast")
     assert times is not None and (times.value, times.low, times.high) == (2.0, 1.0, 4.0)
     assert [prompts for prompts, _ in fast.calls[WARM_UPS:]] == [[prompt] for prompt in PROMPTS]
-    assert len({repeat for _, repeat in fast.calls[:WARM_UPS]} | {0}) == WARM_UPS + 1, "nothing is learnt for the race"
+    assert len({repeat for _, repeat in fast.calls[:WARM_UPS]} | {0}) == WARM_UPS + 1, "nothing is learnt before"
     head, line, first, second = markdown(found).splitlines()
     assert all(name in head for name in HEADERS) and set(line) <= set("|- ") and "| plain " in first
     assert "10.0 (" in second and "| 2.00  " in second and "3 of 3" in second and "1.0 GiB" in second
@@ -76,7 +76,7 @@ def test_figures_of_a_race_are_those_of_its_runs() -> None:
 def test_bounds_are_given_where_there_are_enough_prompts() -> None:
     few = run(Scripted("plain", [1.0] * 3), Scripted("fast", [0.5] * 3))
     assert "Bounds are given from 6 prompts on." in remarks(few) and " to " not in markdown(few).split("2.00")[1]
-    many = Race(few.weights, [replace(row, group=row.group + 3 * i) for i in range(3) for row in few.rows])
+    many = Comparison(few.weights, [replace(row, group=row.group + 3 * i) for i in range(3) for row in few.rows])
     assert "2.00 (2.00 to 2.00)" in markdown(many) and not remarks(many)
 
 
@@ -119,20 +119,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def real(pair: EngineConfig) -> Iterator[tuple[Engine, Race]]:
+def real(pair: EngineConfig) -> Iterator[tuple[Engine, Comparison]]:
     """Every method there is on one pair, in float64, where all must say the same."""
     names = [name for name in METHODS if not PEERS.get(name, PEERS["hf-generate"]).package]
     with ExitStack() as held:
-        engine, methods, failed = open_methods(names, pair, Asked(24), held, Engine, lambda _: None)
-        found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS[:2], 1, 1, engine.tokenizer.decode, lambda *_: None)
-        explain(found, engine, PROMPTS[:2], 1, lambda _: None)
+        engine, methods, failed = open_methods(names, pair, DecodeOptions(24), held, Engine, lambda _: None)
+        found = Comparison({method.name: method.weights for method in methods})
+        compare(found, methods, PROMPTS[:2], 1, 1, engine.tokenizer.decode, lambda *_: None)
+        measure_gaps(found, engine, PROMPTS[:2], 1, lambda _: None)
         assert not failed
         yield engine, found
 
 
 @pytest.mark.slow
-def test_all_methods_run_on_the_same_weights_and_say_the_same(real: tuple[Engine, Race]) -> None:
+def test_all_methods_run_on_the_same_weights_and_say_the_same(real: tuple[Engine, Comparison]) -> None:
     found = real[1]
     assert not found.failed and len(found.weights) >= 12
     for name, weights in found.weights.items():
@@ -148,17 +148,17 @@ def test_all_methods_run_on_the_same_weights_and_say_the_same(real: tuple[Engine
     assert found.of("plain")[0].run.figures["accepted_length"] == 1
 
 
-def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: tuple[Engine, Race]) -> None:
+def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: tuple[Engine, Comparison]) -> None:
     engine, found = real
     (row,) = [row for row in found.of("plain") if row.group == 0]
     answer = row.run.token_ids[0]
     other = ((answer[0] + 1) % 200, *answer[1:])
-    made_up = Race({"plain": "", "loose": "", "short": ""})
+    made_up = Comparison({"plain": "", "loose": "", "short": ""})
     answers = (("plain", answer), ("loose", other), ("short", answer[:7]))
     scripted = [Scripted(name, [1.0], ids) for name, ids in answers]
-    race(made_up, scripted, PROMPTS[:1], 1, 1, engine.tokenizer.decode, lambda *_: None)
+    compare(made_up, scripted, PROMPTS[:1], 1, 1, engine.tokenizer.decode, lambda *_: None)
     assert [each.gap for each in made_up.differences] == [None, None], "nobody was asked yet"
-    explain(made_up, engine, PROMPTS, 1, lambda _: None)
+    measure_gaps(made_up, engine, PROMPTS, 1, lambda _: None)
     loose, short = made_up.differences
     assert (loose.position, loose.own, loose.plain) == (0, *map(engine.tokenizer.decode, ([other[0]], [answer[0]])))
     assert (short.position, short.own) == (7, "") and made_up.identical("loose") == (0, 1)
@@ -176,19 +176,21 @@ def test_several_prompts_at_once(pair: EngineConfig) -> None:
     """Those of different lengths are padded for transformers; answers stay what they are alone."""
     with ExitStack() as held:
         _, methods, _ = open_methods(
-            ["plain", "card", "hf-generate"], pair, Asked(16, 0.0, 3), held, Engine, lambda _: None
+            ["plain", "card", "hf-generate"], pair, DecodeOptions(16, 0.0, 3), held, Engine, lambda _: None
         )
-        found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS, 3, 1, str, lambda *_: None)
+        found = Comparison({method.name: method.weights for method in methods})
+        compare(found, methods, PROMPTS, 3, 1, str, lambda *_: None)
     assert found.identical("card") == found.identical("hf-generate") == (3, 3)
     assert {row.run.tokens for row in found.rows} == {45} and len(found.rows) == 3
 
 
 def test_a_temperature_gives_the_same_draws_under_every_schedule(pair: EngineConfig) -> None:
     with ExitStack() as held:
-        _, methods, _ = open_methods(["plain", "card", "ngram"], pair, Asked(24, 0.8), held, Engine, lambda _: None)
-        found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS, 1, 1, str, lambda *_: None)
+        _, methods, _ = open_methods(
+            ["plain", "card", "ngram"], pair, DecodeOptions(24, 0.8), held, Engine, lambda _: None
+        )
+        found = Comparison({method.name: method.weights for method in methods})
+        compare(found, methods, PROMPTS, 1, 1, str, lambda *_: None)
     assert found.identical("card") == found.identical("ngram") == (3, 3)
 
 
@@ -200,7 +202,7 @@ def test_flashspec(pair: EngineConfig) -> None:
     peer = Peer("flashspec", single := replace(pair, dtype="float32"), 16, 0.0)
     try:
         with Engine(single) as engine:
-            plain = bench_methods.Ours("plain", "", engine, Asked(16)).run(PROMPTS[:1], 0)
+            plain = bench_methods.EngineMethod("plain", "", engine, DecodeOptions(16)).run(PROMPTS[:1], 0)
         seen = peer.run(PROMPTS[:1], 0)
     finally:
         peer.close()
@@ -215,16 +217,18 @@ def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: 
     (folder / "generation_config.json").write_text('{"repetition_penalty": 1.9, "max_length": 12}')
     own = replace(pair, model=str(folder), draft_model=None)
     with ExitStack() as held:
-        _, methods, _ = open_methods(["plain", "hf-generate"], own, Asked(24), held, Engine, lambda _: None)
-        found = Race({method.name: method.weights for method in methods})
-        race(found, methods, PROMPTS[:1], 1, 1, str, lambda *_: None)
+        _, methods, _ = open_methods(["plain", "hf-generate"], own, DecodeOptions(24), held, Engine, lambda _: None)
+        found = Comparison({method.name: method.weights for method in methods})
+        compare(found, methods, PROMPTS[:1], 1, 1, str, lambda *_: None)
     assert found.identical("hf-generate") == (1, 1)
 
 
 def test_a_peer_without_room_is_left_out(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "free_bytes", lambda device: 1 << 10)
     with ExitStack() as held:
-        _, methods, failed = open_methods(["plain", "hf-generate"], pair, Asked(8), held, Engine, lambda _: None)
+        _, methods, failed = open_methods(
+            ["plain", "hf-generate"], pair, DecodeOptions(8), held, Engine, lambda _: None
+        )
         assert [method.name for method in methods] == ["plain"] and "GiB are free" in failed["hf-generate"]
 
 
@@ -260,7 +264,7 @@ def test_llama_cpp_reads_the_file_that_a_model_came_from(pair: EngineConfig) -> 
     with contextlib.closing(peer), Engine(small) as engine:
         prompt = engine.tokenizer.encode("def fibonacci(n):")
         first, again = (peer.run([prompt], number) for number in range(2))
-        plain = bench_methods.Ours("plain", "", engine, Asked(16)).run([prompt], 0)
+        plain = bench_methods.EngineMethod("plain", "", engine, DecodeOptions(16)).run([prompt], 0)
     assert first.token_ids == again.token_ids and 0 < first.tokens < 16 and first.first > 0 < first.seconds
     assert first.token_ids[0][:3] == plain.token_ids[0][:3]
 
@@ -295,7 +299,7 @@ def test_the_command_compares_and_writes(
 def test_a_run_that_is_cut_short_leaves_what_it_measured(
     pair: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer, calls = bench_methods.Ours.run, list[str]()
+    answer, calls = bench_methods.EngineMethod.run, list[str]()
 
     def interrupted(self: Any, prompts: Any, repeat: int) -> Run:
         calls.append(self.name)
@@ -303,7 +307,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
             raise KeyboardInterrupt
         return answer(self, prompts, repeat)
 
-    monkeypatch.setattr(bench_methods.Ours, "run", interrupted)
+    monkeypatch.setattr(bench_methods.EngineMethod, "run", interrupted)
     own = ["--model", pair.model, "--draft-model", str(pair.draft_model), "--dtype", "float64", "--max-tokens", "8"]
     assert main(["bench", *own, "--methods", "card", "--json", str(tmp_path / "rows.json")]) == 130
     assert "| card (" in capsys.readouterr().out
@@ -391,6 +395,8 @@ def test_the_peak_is_of_the_time_since_it_was_reset() -> None:
         assert peak.read() < before + (1 << 27)
 
 
-def test_a_picture_of_a_race(tmp_path: Path) -> None:
-    plot(run(Scripted("plain", [1.0, 2.0, 4.0]), Scripted("fast", [0.5, 2.0, 1.0])), tmp_path / "race.svg", "a title")
+def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
+    plot_comparison(
+        run(Scripted("plain", [1.0, 2.0, 4.0]), Scripted("fast", [0.5, 2.0, 1.0])), tmp_path / "race.svg", "a title"
+    )
     assert "<svg" in (tmp_path / "race.svg").read_text()

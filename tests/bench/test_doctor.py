@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from langchain_card.bench import doctor, machine
-from langchain_card.bench.devices import Device
+from langchain_card.bench.step_times import Device
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.request import SamplingParams

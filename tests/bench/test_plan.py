@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from langchain_card.bench import measure_levels as levels
-from langchain_card.bench.plan import Case, Edge, Plan, best_plans, refined, stacks
-from langchain_card.bench.stacks import Measured, verdict
+from langchain_card.bench import measure_stacks
+from langchain_card.bench.bounds import Measured
+from langchain_card.bench.measure_stacks import verdict
+from langchain_card.bench.plan import Case, Edge, Plan, best_plans, rank_stacks, refined
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Limits, Pins
 from langchain_card.core.controller import Controller
@@ -76,7 +77,7 @@ def test_the_choice_is_the_best_of_all_by_whole_steps() -> None:
     for seed in range(0, 60, 2):
         case = replace(random_case(seed), max_block=4)
         every = [refined(case, Plan(0.0, levels, blocks)) for _, levels, blocks in brute_force(case)]
-        worse.append(stacks(case)[0].seconds / min(every).seconds)
+        worse.append(rank_stacks(case)[0].seconds / min(every).seconds)
     assert min(worse) > 1 - 1e-9 and max(worse) < 1.03
     assert sum(each < 1.0001 for each in worse) > 0.9 * len(worse)
 
@@ -163,9 +164,9 @@ def test_figures_come_true_on_a_virtual_clock(
 def test_it_says_when_nothing_pays() -> None:
     for cost, chance in ((0.9, 0.5), (1.0, 0.99)):
         case = Case(["draft", "target"], [rising(cost, 0.0), rising(1.0, 0.0)], {(0, 1): Edge.of(chance)})
-        assert stacks(case)[0].levels == (1,)
+        assert rank_stacks(case)[0].levels == (1,)
     case = Case(["draft", "target"], [rising(0.9, 0.0), rising(1.0, 0.0)], {(0, 1): Edge.of(0.99)})
-    assert stacks(case)[0].levels == (0, 1)
+    assert rank_stacks(case)[0].levels == (0, 1)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -204,7 +205,7 @@ def test_answers_shorter_than_a_block_say_nothing(tmp_path: Path, capsys: pytest
     draft = tiny.make_draft(target, tmp_path / "draft", noise=0.08)
     pair = ["--model", target, "--draft-model", draft, "--count", "1", "--max-tokens", "16"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(levels, "MOST", 17)
+        patched.setattr(measure_stacks, "DEPTH", 17)
         assert main(["plan", *pair]) == 2
     error = capsys.readouterr().err
     assert "none has 17 tokens, a block" in error and "Hint" in error

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from langchain_card.bench.perfetto import to_perfetto
-from langchain_card.bench.timeline import Timeline, Tracer, corrections
-from langchain_card.bench.timeline_plot import draw_timeline, plot_timeline
+from langchain_card.bench.plots import draw_timeline, plot_timeline
+from langchain_card.bench.timeline import Timeline, Tracer, corrections, to_perfetto
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Limits, Pins, Schedule
 from langchain_card.core import messages as m
@@ -116,9 +115,7 @@ def test_a_notebook_keeps_its_own_backend_and_gets_the_figure(traced: tuple[Engi
     timeline, _ = trace(traced, "parallel", 40)
     figure = draw_timeline(timeline, traced[0].tokenizer.decode, {"target": "a", "model": "b"})
     assert figure.axes[0].texts, "what an inline backend shows"
-    modules = ("timeline_plot", "plot", "race_table", "canvas")
-    script = "; ".join(f"import langchain_card.bench.{name}" for name in modules)
-    script += "; import sys; sys.exit('matplotlib.pyplot' in sys.modules)"
+    script = "import sys, langchain_card.bench.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert not subprocess.run([sys.executable, "-c", script], check=False).returncode
 
 

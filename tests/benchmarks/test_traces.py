@@ -18,7 +18,7 @@ from benchmarks.contest.record import main as record_main
 from benchmarks.contest.record import record
 from benchmarks.contest.traces import Trace, TraceScript, load, save
 from langchain_card.bench import prompts
-from langchain_card.bench.teacher_forced import borrowed
+from langchain_card.bench.teacher_forced import shared_model
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
@@ -94,7 +94,7 @@ def test_a_draft_that_equals_its_target_is_recorded_as_always_right(tmp_path: Pa
     target = tiny.make_target("llama", tmp_path / "target")
     pair = resolve(EngineConfig(target, target, dtype="float64", drafters=()))
     assert pair.draft is not None
-    with Engine(EngineConfig(target, None, dtype="float64")) as engine, borrowed(pair.draft) as model:
+    with Engine(EngineConfig(target, None, dtype="float64")) as engine, shared_model(pair.draft) as model:
         draft = ModelRunner(model, max_len=256, num_scratch=16)
         record(engine, draft, PROMPT[:2], 40)  # it has room for one text at a time
         trace = record(engine, draft, PROMPT, 40)

@@ -24,7 +24,7 @@ from typing import Any
 
 EXTRAS = ("fastapi", "langserve", "llguidance", "matplotlib", "prometheus_client", "pytest", "starlette", "uvicorn")
 """What the extras bring, as far as the package imports it."""
-NEED_EXTRAS = ("bench.canvas", "bench.timeline_plot", "serve.", "testing.conformance", "testing.calls")
+NEED_EXTRAS = ("bench.plots", "serve.", "testing.conformance", "testing.calls")
 """The only modules that do not come without: their names begin so."""
 FILES = (
     "py.typed",

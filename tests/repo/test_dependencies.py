@@ -21,7 +21,7 @@ PACKAGE = ROOT / "langchain_card"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 MODULES_OF_EXTRAS = {
-    "bench": ("bench/canvas.py", "bench/timeline_plot.py"),
+    "bench": ("bench/plots.py",),
     "langserve": ("serve/langserve/",),
     "server": ("serve/", "cli/serve.py"),
     "structured": ("constraints/",),

@@ -1,4 +1,4 @@
-"""The picture of a timeline: what the draft guesses, what the target checks, and what comes of it."""
+"""Pictures of comparisons and timelines. Needs matplotlib: the extra `bench`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.patches import Patch, Rectangle
-
-from langchain_card.bench.canvas import Figure, panels
+from langchain_card.bench.bounds import Measured
+from langchain_card.bench.compare import MIN_PROMPTS, Comparison
+from langchain_card.bench.method_table import PEERS, PLAIN
 from langchain_card.bench.timeline import Round, Timeline, corrections
 from langchain_card.core.messages import TARGET
+from langchain_card.errors import InvalidInputError
+
+try:
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+    from matplotlib.patches import Patch, Rectangle
+except ImportError as error:
+    hint = "pip install 'langchain-card[bench]'"
+    raise InvalidInputError("--plot", "matplotlib", "is not installed", hint) from error
 
 HIT, MISS, OTHER, DRAFT, GUESSED, OWN = "#2a9d5c", "#d1495b", "#8a8f98", "#5b8fd6", "#cfe1f7", "#e6e6e6"
-"""Colours: of passes by what they met, of draft steps, of tokens."""
+"""Colours: of target passes by outcome, of draft steps, of tokens by origin."""
 
 _LEGEND = {
     "draft step": DRAFT,
@@ -26,10 +34,45 @@ _LEGEND = {
 }
 _WIDTH, _HEIGHT, _DPI = 7.2, 3.6, 220  # inches
 _LANE, _PITCH = 0.8, 1.55
-_SIZE, _ASPECT = 7.0, 0.602  # of the answer's letters: points, and width by height
+_SIZE, _ASPECT = 7.0, 0.602  # of the answer's letters: points, and width / height
 _ROW, _ROWS = 0.3, 6
-_LABELS = 0.15  # of the picture's width, which "query" and "correct" take beside each other
+_LABELS = 0.15  # share of the picture's width that "query" and "correct" need side by side
 _SHOWN = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
+
+
+def panels(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """Return a figure and its panels [rows, columns].
+
+    pyplot does not manage the figure, so that notebooks and programs with windows keep their backend. `width` and
+    `height` are in inches.
+    """
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def plot_comparison(results: Comparison, path: Path, title: str) -> None:
+    """Draw the speedups into a file: a bar per method with its interval, a mark per prompt."""
+    speedups = {name: times for name in results.weights if name != PLAIN and (times := results.speedup(name))}
+    figure, [[panel]] = panels(8, 1.2 + 0.5 * len(speedups))
+    for place, (name, times) in enumerate(reversed(speedups.items())):
+        _bar(panel, place, times, results.speedups(name), "#8d99ae" if name in PEERS else "#2a9d5c")
+    panel.set_yticks(range(len(speedups)), list(reversed(speedups)))
+    panel.axvline(1.0, color="black", lw=1)
+    panel.set_xlim(0, None)
+    panel.set_xlabel("times plain decoding: median of prompts, bounds of 95 %; a mark a prompt", size=8)
+    panel.set_title(title, size=9)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=160)
+
+
+def _bar(panel: Any, place: int, times: Measured, speedups: Sequence[float], colour: str) -> None:
+    panel.barh(place, times.value, color=colour, height=0.6)
+    if len(speedups) >= MIN_PROMPTS:
+        panel.errorbar(times.value, place, xerr=[[times.value - times.low], [times.high - times.value]], color="black")
+    panel.plot(speedups, [place] * len(speedups), "|", color="#333333", alpha=0.5, ms=7)
+    panel.text(max(times.high, *speedups) + 0.04, place, f"{times.value:.2f}", va="center", size=9)
 
 
 def plot_timeline(
@@ -40,7 +83,7 @@ def plot_timeline(
     first: int = 1,
     count: int = 6,
 ) -> None:
-    """Writes the picture that `draw_timeline` draws into a file; the ending of `path` says of what kind."""
+    """Write the picture of `draw_timeline` to a file, in the format that the suffix of `path` names."""
     draw_timeline(timeline, decode, names, first, count).savefig(path, dpi=_DPI, bbox_inches="tight")
 
 
@@ -51,14 +94,17 @@ def draw_timeline(
     first: int = 1,
     count: int = 6,
 ) -> Figure:
-    """Draws some rounds of an answer; a notebook shows the figure.
+    """Draw some rounds of an answer.
 
     Args:
         timeline: of the answer.
-        decode: token ids -> text.
-        names: by lane, the model's.
-        first: of the rounds that are drawn; the first of all reads the prompt.
-        count: rounds.
+        decode: turns token ids into text.
+        names: of the models, by lane.
+        first: index of the first round that is drawn. Round 0 reads the prompt.
+        count: number of rounds.
+
+    Returns:
+        The figure, which a notebook shows.
     """
     rounds = timeline.rounds[first : first + count]
     begin, end = rounds[0].begin, rounds[-1].end
@@ -77,18 +123,19 @@ def draw_timeline(
     for step in timeline.drafts:
         if step.end > begin and step.begin < end:
             _block(panel, ms(step.begin), ms(step.end), lanes[step.source], DRAFT)
-    told = [pair for pair in corrections(timeline) if pair[0] in rounds and pair[1].begin < end]
-    for done, step in told:
+    shown = [pair for pair in corrections(timeline) if pair[0] in rounds and pair[1].begin < end]
+    for done, step in shown:
         _arrow(panel, ms(done.end), lanes[TARGET] + _LANE, ms(step.begin), lanes[step.source], _colour(done))
-    if told:
-        _explain(panel, ms(rounds[0].begin), ms(told[0][0].end), lanes[TARGET] + _LANE, lanes[told[0][1].source])
+    if shown:
+        done, step = shown[0]
+        _label_messages(panel, ms(begin), ms(done.end), lanes[TARGET] + _LANE, lanes[step.source])
     used = max(_write(panel, done, ms(done.begin), ms(done.end), decode) for done in rounds)
     _label(figure, panel, timeline, lanes, names, used)
     return figure
 
 
 def _colour(done: Round) -> str:
-    """Of a pass: neither a hit nor a miss where nothing drafts, or nothing follows."""
+    """Return the colour of a target pass. Plain passes and the last one are neither hits nor misses."""
     return OTHER if done.hit is None or done.schedule == "plain" else HIT if done.hit else MISS
 
 
@@ -96,8 +143,8 @@ def _arrow(panel: Any, x: float, y: float, to_x: float, to_y: float, colour: str
     panel.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.1})
 
 
-def _explain(panel: Any, query: float, correction: float, low: float, high: float) -> None:
-    """Names what goes between the lanes, where it is seen first: the target asks, and later says what came true."""
+def _label_messages(panel: Any, query: float, correction: float, low: float, high: float) -> None:
+    """Label the first query, and the first correction after it, between the lanes."""
     aside, middle = 0.006 * panel.get_xlim()[1], (low + high) / 2
     _arrow(panel, query + 2 * aside, high, query + 2 * aside, low, "#777777")
     panel.text(query + 3 * aside, middle, "query", color="#555555", size=7, va="center", style="italic")
@@ -112,7 +159,7 @@ def _block(panel: Any, begin: float, end: float, bottom: float, colour: str) -> 
 
 
 def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[Sequence[int]], str]) -> int:
-    """The tokens of a round below it, each on the colour of who had it first; how many rows they needed."""
+    """Write the tokens of a round below it, coloured by origin. Returns the number of rows used."""
     points = panel.get_position().width * _WIDTH * 72
     letter = _SIZE * _ASPECT * panel.get_xlim()[1] / points
     across = max(1, int((end - begin) / letter) - 1)
@@ -134,7 +181,7 @@ def _write(panel: Any, done: Round, begin: float, end: float, decode: Callable[[
 
 
 def _visible(text: str) -> str:
-    """With signs for white space, and for what the picture's font has not."""
+    """Return the text with symbols for white space and for characters that the font lacks."""
     font = get_font(findfont(FontProperties(family="monospace")))
     return "".join(char if font.get_char_index(ord(char)) else "▯" for char in text.translate(_SHOWN))
 
