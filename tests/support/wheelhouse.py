@@ -9,9 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +84,6 @@ def worker(*args: object, script: str = WORKER, **environment: str) -> subproces
 def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     out, err = process.communicate(timeout=120)
     return process.returncode, out.splitlines(), err
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
