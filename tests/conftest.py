@@ -30,11 +30,11 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _no_child_stays() -> Iterator[None]:
     """End what a failed test left running, so that no test of another file finds it."""
-    before = {child.pid for child in child_processes()}
+    before = child_processes()
     yield
-    for child in child_processes():
+    for child in child_processes() - before:
         with contextlib.suppress(psutil.Error):
-            if child.pid not in before and "langchain_card" in " ".join(child.cmdline()):
+            if "langchain_card" in " ".join(child.cmdline()):
                 child.kill()
                 child.wait(10)
 

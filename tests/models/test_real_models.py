@@ -134,12 +134,13 @@ def test_the_built_in_pair_ten_prompts(say: Callable[[str], None]) -> None:
 @pytest.mark.timeout(3600)
 def test_the_built_in_pair_in_two_processes(say: Callable[[str], None]) -> None:
     """Each model in one of them, and the draft killed once on the way."""
+    before = child_processes()
     with Engine(EngineConfig(draft_transport="process")) as engine:
         check_equal(engine, prompts.load(PROMPTS, 2), 48, say)
-        (child,) = child_processes()
+        (child,) = child_processes() - before
         child.kill()
         check_equal(engine, prompts.load(PROMPTS, 1), 48, say)
-        (new,) = child_processes()
+        (new,) = child_processes() - before
         engine.backend.transports["model"].wait_ready()
         _, accepted, _ = check_equal(engine, prompts.load(PROMPTS, 1), 48, say)
         assert new != child and accepted > 10

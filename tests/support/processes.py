@@ -26,11 +26,11 @@ def gone(pid: int) -> bool:
         return True
 
 
-def child_processes() -> list[psutil.Process]:
+def child_processes() -> set[psutil.Process]:
     """Return the processes that this process has started, without those of `multiprocessing`, which may stay."""
-    started = []
+    started = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # a child that has just ended has no command line
             if "multiprocessing" not in " ".join(child.cmdline()):
-                started.append(child)
+                started.add(child)
     return started

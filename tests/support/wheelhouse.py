@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -74,11 +72,7 @@ def worker(*args: object, script: str = WORKER, **environment: str) -> subproces
     command = [sys.executable, "-c", script, json.dumps(TINY), *map(str, args)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     pipe = subprocess.PIPE
-    # A shell that runs the tests in the background has told its children to ignore ctrl-c.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True, preexec_fn=heed
-    )
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:

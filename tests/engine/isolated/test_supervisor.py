@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,12 +211,9 @@ async def test_a_chat_model(pair: EngineConfig) -> None:
         assert isinstance(chunks[0], AIMessageChunk)
         assert far.bind_tools([], tool_choice="none").invoke("Hi.").content == whole
         task = asyncio.ensure_future(far.ainvoke("Hi."))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_until, lambda: engine.num_open == 1)
         task.cancel()
-        start = time.monotonic()
-        while engine.num_open:
-            await asyncio.sleep(0.01)
-            assert time.monotonic() < start + 10
+        await asyncio.to_thread(wait_until, lambda: engine.num_open == 0)
 
 
 _PARENT = """

@@ -62,7 +62,7 @@ def running(config: EngineConfig) -> Iterator[Engine]:
             assert num_loaded_models() == before + 1, "the draft's weights are not loaded here"
             yield opened
     assert num_loaded_models() == before
-    assert child_processes() == processes, "the process is gone with its engine"
+    assert child_processes() <= processes, "the process is gone with its engine"
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
@@ -88,11 +88,11 @@ def test_weights_that_are_gone(config: EngineConfig, tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(str(config.draft_model), folder)
     config = replace(config, draft_model=str(folder))
-    pair, before = resolve(config), (num_loaded_models(), child_processes())
+    pair, models, processes = resolve(config), num_loaded_models(), child_processes()
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelStoreError, match=r"draft_model = '.*/draft': could not be loaded \(.*model\.safetensors"):
         Engine(config, pair=pair)
-    assert (num_loaded_models(), child_processes()) == before
+    assert num_loaded_models() == models and child_processes() <= processes
 
 
 def test_no_memory_for_the_weights(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

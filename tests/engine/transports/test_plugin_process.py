@@ -54,13 +54,13 @@ def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_it_has_a_process_and_drafts_there(paced: str) -> None:
     before = child_processes()
     with prompts.running(prompts.ARCHS[0], draft_model=paced, draft_transport="process") as engine:
-        assert len(child_processes()) == len(before) + 1 and "paced_echo" in sys.modules
+        assert len(child_processes() - before) == 1 and "paced_echo" in sys.modules
         every = prompts.asked(prompts.ARCHS[0])
         for schedule in ("sequential", "parallel"):
             done = prompts.answers(engine, every, schedule)
             assert [one.token_ids for one in done] == [prompts.answer(prompts.ARCHS[0], one) for one in every]
             assert sum(one.stats.accepted_by_source.get("paced-echo", 0) for one in done) > 0
-    assert child_processes() == before
+    assert child_processes() <= before
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_what_is_registered_here_alone_is_not_found_there(monkeypatch: pytest.Mo
         prompts.running(prompts.ARCHS[0], draft_model="toy", draft_transport="process"),
     ):
         pass
-    assert child_processes() == before
+    assert child_processes() <= before
 
 
 def test_without_msgspec_there_is_no_process(paced: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_close_leaves_nothing(state: str) -> None:
         assert time.monotonic() - begun < 10
         assert (bare.transport._child._process.returncode == 0) is (state != "stopped"), "force only where it is needed"
     assert not bare.deaths, "that is no death"
-    assert child_processes() == before
+    assert child_processes() <= before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("card-toy")]
 
 

@@ -139,15 +139,18 @@ def test_slow_readers_leave_nothing(model: CARDChatModel, url: str, route: str) 
 async def test_an_answer_that_fails_as_it_is_given_up() -> None:
     """As LangChain's logs do; what nobody has read yet does not keep it."""
 
+    begun = asyncio.Event()
+
     async def items() -> Any:
         try:
             while True:
+                begun.set()
                 yield 1
         finally:
             raise RuntimeError
 
     following = Following(items(), asyncio.Event().wait, Settings(), forever(), lambda: True, 10)
-    await asyncio.sleep(0.05)
+    await begun.wait()
     following.close()
     await asyncio.wait_for(asyncio.gather(following._answer, return_exceptions=True), 5)
 
