@@ -24,9 +24,8 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## a real draft and target answer a coding question together (first time: 1.6 GB to download, 3 to 15 minutes)
 	@$(BIN)/langchain-card chat --demo
 
-# Two processes: on two cores that is nearly twice as fast, and more of them would only wait for each other. Ids of
-# tests must be the same in both: no order of a set may depend on the process.
-PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest
+# Two processes: on two cores that is nearly twice as fast, and more of them would only wait for each other.
+PYTEST = $(BIN)/python -m pytest
 TWO = -n 2 --dist loadfile
 
 test: setup ## what a change is tested with: every area, no test over a few seconds (minutes; first time: 93 MB to download)

@@ -17,7 +17,8 @@ from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
 from langchain_card.models.store import default_cache
 from langchain_card.runtime import threads
-from tests.support import SMALL, children, tiny
+from tests.support import SMALL, tiny
+from tests.support.processes import child_processes
 
 
 def pytest_configure() -> None:
@@ -29,11 +30,11 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _no_child_stays() -> Iterator[None]:
     """End what a failed test left running, so that no test of another file finds it."""
-    before = {child.pid for child in children.alive()}
+    before = child_processes()
     yield
-    for child in children.alive():
+    for child in child_processes() - before:
         with contextlib.suppress(psutil.Error):
-            if child.pid not in before and "langchain_card" in " ".join(child.cmdline()):
+            if "langchain_card" in " ".join(child.cmdline()):
                 child.kill()
                 child.wait(10)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from langchain_card import CARDChatModel
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import EngineClosedError, EngineError
+from tests.support.processes import wait_until
 from tests.support.weights import num_loaded_models
 
 LONG = 900
@@ -32,13 +33,6 @@ LONG = 900
 def model(toy: dict[str, Any]) -> Iterator[CARDChatModel]:
     with CARDChatModel(**toy) as model:
         yield model
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # Construction

@@ -27,8 +27,8 @@ from langchain_card.models import headers
 from langchain_card.models.download import BUILTINS
 from langchain_card.models.store import ModelStore
 from langchain_card.runtime import families
-from tests.models.test_gguf import tiny_gguf
 from tests.support import SMALL, tiny
+from tests.support.tiny import tiny_gguf
 
 CONVERSATION = [SystemMessage("Be brief."), HumanMessage("How many?"), AIMessage("Three."), HumanMessage("Sure?")]
 

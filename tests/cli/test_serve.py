@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,13 +18,11 @@ import pytest
 from langchain_card.cli import main
 from langchain_card.cli.serve import check_address, is_loopback, read_keys
 from langchain_card.errors import InvalidInputError
-from tests.engine.transports.test_process_transport import gone
-from tests.serve.test_answers import LONG, posted
 from tests.support import tiny, vocabularies
 from tests.support.played import make_pair
-from tests.support.served import error_of, until
+from tests.support.processes import gone, wait_until
+from tests.support.served import LONG, ServerProcess, error_of, posted
 
-CLI = "import sys; from langchain_card.cli import main; sys.exit(main())"
 CHAT = "/v1/chat/completions"
 
 
@@ -36,46 +32,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "--model", fields["model"], "--draft-model", fields["draft_model"], "--dtype", "float64"
 
 
-class Process:
-    """A server in a process, on a free port; what it writes to standard error is kept."""
-
-    def __init__(self, *args: str, until: str = "running on") -> None:
-        self._until = until
-        command = [sys.executable, "-c", CLI, "serve", "--port", "0", *args]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.said = ""
-        self.started = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        assert self.started.wait(120), self.said
-        found = re.search(r"running on http://([^ ]*):(\d+)", self.said)
-        self.url = f"http://127.0.0.1:{found[2]}" if found else ""
-
-    def _read(self) -> None:
-        for line in self.process.stderr or ():
-            self.said += line
-            if self._until in line:
-                self.started.set()
-        self.started.set()
-
-    def end(self, sig: int = signal.SIGTERM) -> int:
-        self.process.send_signal(sig)
-        code = self.process.wait(60)
-        self._reader.join(10)
-        (self.process.stderr or sys.stderr).close()
-        return code
-
-
 @pytest.fixture
-def server(pair: tuple[str, ...], request: pytest.FixtureRequest) -> Iterator[Process]:
-    started = Process(*pair, *getattr(request, "param", ()))
+def server(pair: tuple[str, ...], request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    started = ServerProcess(*pair, *getattr(request, "param", ()))
     yield started
     if started.process.poll() is None:
         started.end(signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_it_answers_drains_and_ends(server: Process) -> None:
+def test_it_answers_drains_and_ends(server: ServerProcess) -> None:
     body = {"model": "target", "messages": [{"role": "user", "content": "Q"}]}
     answer = httpx.post(server.url + CHAT, json={**body, "max_tokens": 3}, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 3 and answer["model"] == "target"
@@ -105,7 +71,7 @@ def test_it_answers_drains_and_ends(server: Process) -> None:
 
 @pytest.mark.parametrize("server", [("--host", "0.0.0.0", "--insecure", "--drain", "1")], indirect=True)
 @pytest.mark.slow
-def test_insecure_is_loud_and_draining_has_an_end(server: Process) -> None:
+def test_insecure_is_loud_and_draining_has_an_end(server: ServerProcess) -> None:
     assert server.said.count("WARNING: --insecure") == 1 and "0.0.0.0" in server.said
     assert httpx.get(f"{server.url}/v1/models", headers={"host": "any.example"}).status_code == 200
     body = {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG, "stream": True}
@@ -118,22 +84,22 @@ def test_insecure_is_loud_and_draining_has_an_end(server: Process) -> None:
     assert "Traceback" not in server.said
 
 
-def test_nothing_outlives_a_server_that_is_killed(server: Process) -> None:
+def test_nothing_outlives_a_server_that_is_killed(server: ServerProcess) -> None:
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert len(children) == 1, "the engine has a process of its own"
     running = posted(server.url, CHAT, {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG})
     server.end(signal.SIGKILL)
     running.close()
-    until(lambda: all(gone(child.pid) for child in children), 10)
+    wait_until(lambda: all(gone(child.pid) for child in children), 10)
 
 
 @pytest.mark.slow
-def test_asked_twice_it_ends_answers(server: Process) -> None:
+def test_asked_twice_it_ends_answers(server: ServerProcess) -> None:
     body = {"model": "target", "messages": [{"role": "user", "content": "Q"}], **LONG, "stream": True}
     with posted(server.url, CHAT, body) as running:
         seen = running.recv(1000)
         server.process.send_signal(signal.SIGINT)
-        until(lambda: "answers are written" in server.said)
+        wait_until(lambda: "answers are written" in server.said)
         assert server.end(signal.SIGINT) == 0
         while piece := running.recv(1 << 16):
             seen = seen[-1000:] + piece
@@ -143,12 +109,12 @@ def test_asked_twice_it_ends_answers(server: Process) -> None:
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 @pytest.mark.slow
 def test_while_it_loads_it_ends_at_once(pair: tuple[str, ...], sig: int, code: int) -> None:
-    server = Process(*pair, until="in a process of its own")
+    server = ServerProcess(*pair, until="in a process of its own")
     children = psutil.Process(server.process.pid).children(recursive=True)
     start = time.monotonic()
-    assert server.end(sig) == code
-    until(lambda: all(gone(child.pid) for child in children), 10)
-    assert time.monotonic() - start < 5 and "Traceback" not in server.said and not server.url
+    assert server.end(sig) == code and time.monotonic() - start < 5
+    wait_until(lambda: all(gone(child.pid) for child in children))
+    assert "Traceback" not in server.said and not server.url
 
 
 @pytest.mark.slow
@@ -161,7 +127,7 @@ def test_what_keeps_it_from_starting_is_one_line(pair: tuple[str, ...], tmp_path
     assert "--host = 'nowhere.invalid': is no address" in capsys.readouterr().err
     other = tiny.make_target("qwen2", tmp_path / "other")
     vocabularies.words().save_pretrained(other)
-    server = Process(pair[0], pair[1], "--draft-model", other, until="never")
+    server = ServerProcess(pair[0], pair[1], "--draft-model", other, until="never")
     assert server.process.wait(60) == 2 and server.said.count("\n") < 6
     assert "langchain-card: draft_model" in server.said and "Traceback" not in server.said
     server.end()
@@ -172,7 +138,7 @@ def test_keys_from_a_file(pair: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")
     assert read_keys(file) == ("one", "two")
-    server = Process(*pair, "--host", "0.0.0.0", "--api-key-file", str(file), "--served-model-name", "a", "b")
+    server = ServerProcess(*pair, "--host", "0.0.0.0", "--api-key-file", str(file), "--served-model-name", "a", "b")
     try:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         found = httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer two"}).json()["data"]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
-from functools import cache
 from typing import Any
 from uuid import UUID
 
@@ -26,11 +25,9 @@ from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.constraints.matcher import Matcher
 from langchain_card.errors import InvalidInputError
 from langchain_card.testing.tokenizer import byte_tokenizer
-from tests.support import vocabularies
+from tests.support.grammars import PADDED, eos, grammars, tokenizer
 from tests.support.schemas import Schema, random_schema, satisfies
 
-PADDED = 320
-"""Tokens of the models; those of the tokenizer are fewer."""
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "v": {"enum": ["<|end|>", "</s>", 1]}}}
 CASES: dict[str, Schema] = {
     "recursive": {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
@@ -43,26 +40,6 @@ CASES: dict[str, Schema] = {
     "email": {"type": "object", "properties": {"e": {"type": "string", "format": "email"}}, "required": ["e"]},
     "any": {},
 }  # fmt: skip
-
-
-@cache
-def tokenizer(name: str) -> Any:
-    return byte_tokenizer() if name == "bytes" else getattr(vocabularies, name)()
-
-
-@cache
-def eos(name: str) -> int:
-    return int(
-        tokenizer(name).eos_token_id if name == "bytes" else tokenizer(name)("<｜end▁of▁sentence｜>").input_ids[-1]
-    )
-
-
-@cache
-def grammars(name: str = "bytes") -> Grammars:
-    """Their check in another process is left out: it takes a tenth of a second, and random schemas do no harm."""
-    made = Grammars(tokenizer(name), PADDED if name == "bytes" else len(tokenizer(name)), [eos(name)], Limits())
-    made._validate = lambda grammar: None  # type: ignore[method-assign]
-    return made
 
 
 def start(schema: Schema, name: str = "bytes") -> Matcher:

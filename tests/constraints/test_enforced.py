@@ -12,8 +12,7 @@ import pytest
 from langchain_card.constraints import enforced as module
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.errors import InvalidInputError
-from langchain_card.testing.tokenizer import byte_tokenizer
-from tests.constraints.test_compiler import grammars
+from tests.support.grammars import allows
 from tests.support.schemas import Schema
 
 
@@ -21,14 +20,6 @@ def ruled(schema: Schema, strict: bool = False) -> Any:
     """What of a schema stands in its grammar."""
     rule = json.loads(json_grammar(schema, strict=strict).partition("%json ")[2])
     return {key: value for key, value in rule.items() if key != "x-guidance"}
-
-
-def allows(schema: Schema, text: str) -> bool:
-    """Whether a text, or one that begins so, is a document of a schema."""
-    grammar = json_grammar(schema)
-    grammars().check(grammar, 10**6)
-    state = grammars().start(grammar)
-    return all(map(state.accept, byte_tokenizer()(text).input_ids))
 
 
 def named(**properties: Any) -> Schema:

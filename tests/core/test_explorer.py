@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -16,36 +16,40 @@ import pytest
 from langchain_card.core.request import FinishReason
 from langchain_card.runtime.threads import num_cores
 from tests.simulation import PriorityChooser, RandomChooser, Violation, World, exhaust, replay, run, scopes
-from tests.simulation.explorer import RecordedChooser
+from tests.simulation.explorer import Coverage, RecordedChooser
 from tests.simulation.fingerprint import fingerprint
 
 LONG = bool(os.environ.get("CARD_EXPLORE"))
 TOKENS = 3_000_000 if LONG else 100_000
-QUICK = [scope for scope in scopes.EXHAUSTIVE if scope.name not in scopes.LARGE]
-REST = [scope for scope in scopes.EXHAUSTIVE if scope.name in scopes.LARGE] + (scopes.LONG if LONG else [])
+WORLDS = [scope for scope in scopes.EXHAUSTIVE if scope.name not in scopes.LARGE]
+LARGE_WORLDS = [scope for scope in scopes.EXHAUSTIVE if scope.name in scopes.LARGE] + (scopes.LONG if LONG else [])
 
 
 def pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(num_cores(), mp_context=get_context("spawn"))
 
 
-@pytest.mark.timeout(7200 if LONG else 900)
-@pytest.mark.parametrize(
-    ("worlds", "least"),
-    [
-        pytest.param(QUICK, 200_000, id="quick"),
-        pytest.param(REST, 1_500_000 if LONG else 200_000, id="rest", marks=pytest.mark.slow),
-    ],
-)
-def test_explore_every_interleaving(worlds: list[scopes.Scope], least: int, say: Callable[[str], None]) -> None:
+def check_coverage(
+    worlds: list[scopes.Scope], coverages: Iterable[Coverage], least: int, say: Callable[[str], None]
+) -> None:
     states = transitions = 0
-    with pool() as workers:
-        for scope, seen in zip(worlds, workers.map(exhaust, worlds), strict=True):
-            assert seen.complete and seen.ends
-            states, transitions = states + seen.states, transitions + seen.transitions
-            say(f"{scope.name}: {seen.states:,} states, {seen.transitions:,} transitions, {seen.ends} ends")
+    for scope, seen in zip(worlds, coverages, strict=True):
+        assert seen.complete and seen.ends
+        states, transitions = states + seen.states, transitions + seen.transitions
+        say(f"{scope.name}: {seen.states:,} states, {seen.transitions:,} transitions, {seen.ends} ends")
     say(f"{states:,} distinct states, {transitions:,} transitions, no violation, an end reachable from all")
     assert states >= least
+
+
+def test_explore_every_interleaving(say: Callable[[str], None]) -> None:
+    check_coverage(WORLDS, map(exhaust, WORLDS), 75_000, say)
+
+
+@pytest.mark.timeout(7200 if LONG else 900)
+@pytest.mark.slow
+def test_explore_every_interleaving_of_large_worlds(say: Callable[[str], None]) -> None:
+    with pool() as workers:
+        check_coverage(LARGE_WORLDS, workers.map(exhaust, LARGE_WORLDS), 1_500_000 if LONG else 330_000, say)
 
 
 def random_run(seed: int) -> tuple[int, int, int]:
@@ -62,14 +66,20 @@ def random_run(seed: int) -> tuple[int, int, int]:
     return sum(map(len, world.emitted.values())), errors, aborted
 
 
+def test_explore_random_schedules_with_faults() -> None:
+    figures = [random_run(seed) for seed in range(40)]
+    tokens, errors, aborted = map(sum, zip(*figures, strict=True))
+    assert tokens > 5_000 and aborted and not errors
+
+
 @pytest.mark.timeout(7200 if LONG else 900)
-@pytest.mark.parametrize("least", [10_000, pytest.param(TOKENS, marks=pytest.mark.slow)])
-def test_explore_random_schedules_with_faults(least: int, say: Callable[[str], None]) -> None:
+@pytest.mark.slow
+def test_explore_many_random_schedules_with_faults(say: Callable[[str], None]) -> None:
     tokens = errors = aborted = runs = 0
     with pool() as workers:
-        while tokens < least:
-            for found in workers.map(random_run, range(runs, runs + 80), chunksize=10):
-                tokens, errors, aborted = tokens + found[0], errors + found[1], aborted + found[2]
+        while tokens < TOKENS:
+            for figures in workers.map(random_run, range(runs, runs + 80), chunksize=10):
+                tokens, errors, aborted = tokens + figures[0], errors + figures[1], aborted + figures[2]
             runs += 80
     say(f"{tokens:,} tokens in {runs:,} runs, none wrong; {aborted} requests aborted, {errors} failed")
     assert aborted and not errors

@@ -14,10 +14,10 @@ from langchain_card.core.policy import Policy
 from langchain_card.drafters.draft_step import DraftStep
 from langchain_card.engine import build
 from langchain_card.models.vocabulary import VocabularyMap
-from tests.models.test_vocabulary import PAIR, SETTINGS, ask, make_pair, wanted_of
 from tests.simulation import FixedPolicy
 from tests.support import tiny
 from tests.support.exactness import Figures, compare
+from tests.support.vocabulary_pair import PAIR, SETTINGS, ask, make_pair, wanted_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,8 +18,8 @@ from langchain_card.engine.engine import Engine
 from langchain_card.engine.liveness import BETWEEN_SECONDS, FIRST_SECONDS, LEAST_SECONDS, StepWatch
 from langchain_card.engine.transports import process
 from langchain_card.ports import Health
-from tests.engine.transports.test_process_transport import gone, wait_until
 from tests.support import tiny
+from tests.support.processes import gone, wait_until
 
 PROMPT = tiny.byte_tokenizer()("def add(a, b):").input_ids
 

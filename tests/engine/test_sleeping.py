@@ -12,32 +12,15 @@ from typing import Any
 import pytest
 
 from langchain_card.config import Limits
-from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
-from langchain_card.core.request import Request, SamplingParams
-from tests.simulation import ToyDrafter, ToyModel, ToyTarget
-from tests.simulation.simulated import simulate
-from tests.simulation.sleeping import SleepingEngine
+from tests.simulation import ToyModel
+from tests.simulation.sleeping import TOKENS, TRIES, SleepingEngine, virtual
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
 PROMPT = (1, 2)
 CELLS = [(ratio, draft_ms) for draft_ms in (20, 5) for ratio in (2, 4, 8)]
 LIMITS = Limits()
-TOKENS = 80
-TRIES = 8
-"""The machine may be busy with something else for a while."""
-
-
-def virtual(model: ToyModel, t_target: float, t_draft: float, schedule: str) -> float:
-    """Tokens per second on the virtual clock."""
-    params = SamplingParams(max_tokens=TOKENS, schedule=schedule)  # type: ignore[arg-type]
-    target = ToyTarget(model, lambda rows: t_target)
-    drafter = ToyDrafter(model, step_time=lambda rows: t_draft)
-    policy = Controller(shared_device=False, limits=LIMITS)
-    token_ids, stats = simulate(Request(0, PROMPT, params), target, drafter, policy, LIMITS)
-    assert tuple(token_ids) == model.answer(PROMPT, TOKENS)
-    return stats.tokens_per_second
 
 
 def wall_clock(model: ToyModel, t_target: float, t_draft: float, schedule: str) -> tuple[float, float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -18,6 +17,7 @@ from langchain_card.models.gguf import open_gguf
 from langchain_card.models.safety import check_safetensors
 from langchain_card.models.store import ModelStore
 from langchain_card.runtime.cpu.int8 import quantize_rows
+from tests.support.tiny import tiny_gguf
 from tests.support.wheelhouse import Record, tensors
 
 PARAGRAPH = (
@@ -133,28 +133,6 @@ def test_noise_is_not_a_gguf(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(np.random.default_rng(0).bytes(10_000))
     with pytest.raises(CorruptModelError):
         open_gguf(tmp_path / "a.gguf")
-
-
-def tiny_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
-    """A GGUF of one layer without its tensors, but with all metadata a config needs."""
-    writer = gguf.GGUFWriter(path, architecture)
-    values = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 16, "context_length": 32, **changes}
-    for key, value in values.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "<|im_end|>", "ab"])
-    writer.add_token_types([1, 1, 3, 1])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(2)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_gguf_without_its_tensors_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.models.store import ModelStore
-from tests.support import children
+from tests.support.processes import child_processes
 
 PROMPTS = Path(os.environ.get("CARD_PROMPTS", prompts.OWN))
 SCHEDULES = ("plain", "sequential", "parallel")
@@ -134,12 +134,13 @@ def test_the_built_in_pair_ten_prompts(say: Callable[[str], None]) -> None:
 @pytest.mark.timeout(3600)
 def test_the_built_in_pair_in_two_processes(say: Callable[[str], None]) -> None:
     """Each model in one of them, and the draft killed once on the way."""
+    before = child_processes()
     with Engine(EngineConfig(draft_transport="process")) as engine:
         check_equal(engine, prompts.load(PROMPTS, 2), 48, say)
-        (child,) = children.alive()
+        (child,) = child_processes() - before
         child.kill()
         check_equal(engine, prompts.load(PROMPTS, 1), 48, say)
-        (new,) = children.alive()
+        (new,) = child_processes() - before
         engine.backend.transports["model"].wait_ready()
         _, accepted, _ = check_equal(engine, prompts.load(PROMPTS, 1), 48, say)
         assert new != child and accepted > 10

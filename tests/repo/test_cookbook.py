@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import jupytext
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
 from tests.support import ROOT, SMALL
@@ -31,6 +33,18 @@ def test_the_notebook_says_what_it_brings_and_takes(source: Path) -> None:
     introduction = " ".join(jupytext.read(source).cells[0].source.split())
     assert "At the end of this page" in introduction
     assert re.search(r"It takes (about )?(a|two|three|four|five) minutes?", introduction)
+
+
+def test_every_code_cell_is_python() -> None:
+    """Check what is stored in the notebooks, with IPython's magics and shell lines made Python."""
+    to_python = TransformerManager().transform_cell
+    notebooks = sorted((ROOT / "cookbook").glob("*.ipynb"))
+    assert [path.stem for path in notebooks] == [path.stem for path in SOURCES]
+    for path in notebooks:
+        for number, cell in enumerate(nbformat.read(path, as_version=4).cells):
+            if cell.cell_type == "code":
+                flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+                compile(to_python(cell.source), f"{path.name}, cell {number}", "exec", flags, dont_inherit=True)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import re
@@ -44,6 +45,15 @@ def problems(block: Block) -> Iterator[str]:
         yield f"{block.elsewhere!r} is no reason"
     if (named := re.match(r"by (tests/\w+\.py)", block.elsewhere)) and not (ROOT / named[1]).exists():
         yield f"{named[1]} does not exist"
+
+
+def test_every_python_block_compiles() -> None:
+    """Check the pages that run and those that do not, and CONTRIBUTING.md."""
+    pages = {**TEXTS, "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}
+    blocks = [block for page, text in pages.items() for block in blocks_of(page, text) if block.language == "python"]
+    assert len(blocks) == sum(text.count("```python\n") for text in pages.values()) > 40
+    for block in blocks:
+        compile(block.text, block.place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(block.page for block in CODE if not block.elsewhere))

@@ -17,20 +17,18 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from tests.support import ROOT, tiny
+from tests.support.documents import PLUGIN_FILES
 from tests.support.packages import install
-
-PAGE = (ROOT / "docs/plugins.md").read_text()
-FILES = dict(re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's files, and the metadata that `pip` makes of them."""
     folder = tmp_path_factory.mktemp("echoing")
-    for name, text in FILES.items():
+    for name, text in PLUGIN_FILES.items():
         (folder / name).write_text(text)
     project = configparser.ConfigParser()
-    project.read_string(FILES["pyproject.toml"])
+    project.read_string(PLUGIN_FILES["pyproject.toml"])
     group = project['project.entry-points."langchain_card.drafters"']
     install(folder, "echoing", **{name: place.strip('"') for name, place in group.items()})
     return folder
@@ -47,8 +45,8 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
 
 
 def test_the_example_is_short() -> None:
-    assert {*FILES} == {"echoing.py", "pyproject.toml", "use.py", "test_echo.py", "calm.py"}
-    assert len([line for line in FILES["echoing.py"].splitlines() if line.strip()]) <= 40
+    assert {*PLUGIN_FILES} == {"echoing.py", "pyproject.toml", "use.py", "test_echo.py", "calm.py"}
+    assert len([line for line in PLUGIN_FILES["echoing.py"].splitlines() if line.strip()]) <= 40
 
 
 @pytest.mark.slow
@@ -71,7 +69,7 @@ def test_it_passes_its_own_test(package: Path) -> None:
 def test_its_steering_steers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that the target would have said first is not said, and a draft changes nothing about it."""
     page: dict[str, Any] = {}
-    exec(FILES["calm.py"], page)
+    exec(PLUGIN_FILES["calm.py"], page)
     monkeypatch.setattr(plugins, "_registered", {("steering", "calm"): page["Calm"]})
     target = tiny.make_target("llama", tmp_path / "target")
     draft, prompt_ids = tiny.make_draft(target, tmp_path / "draft", noise=0.02), tiny.byte_tokenizer()("abc").input_ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +17,10 @@ from langchain_card import CARDChatModel, Limits
 from langchain_card.engine.engine import Engine
 from langchain_card.serve.openai.completions import Continuation
 from tests.support.played import make_pair
-from tests.support.served import NAME, ask, error_of, served, until
+from tests.support.processes import wait_until
+from tests.support.served import CHAT, LONG, TEXT, ask, body, error_of, num_open, posted, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-LONG = {"max_tokens": 7000, "logit_bias": {"256": -100}}
-"""It does not end by itself for many seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +38,15 @@ def url(model: CARDChatModel) -> Iterator[str]:
         yield url
 
 
-def body(path: str, **options: Any) -> dict[str, Any]:
-    return ask(**options) if path == CHAT else {"model": NAME, "prompt": "Q", **options}
-
-
-def num_open(model: CARDChatModel) -> int:
-    return model.engine.num_open
-
-
-def posted(url: str, path: str, fields: dict[str, Any]) -> socket.socket:
-    """A connection on which a request was sent."""
-    data = json.dumps(fields).encode()
-    host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    connection.sendall(f"{head}\r\n\r\n".encode() + data)
-    return connection
-
-
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_frees_the_engine(model: CARDChatModel, url: str, path: str, stream: bool) -> None:
     connection = posted(url, path, body(path, **LONG, stream=stream))
-    until(lambda: model.engine.num_running == 1)
+    wait_until(lambda: model.engine.num_running == 1)
     if stream:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     connection.close()
-    assert until(lambda: num_open(model) == 0) < 2.0
+    assert wait_until(lambda: num_open(model) == 0) < 2.0
     assert model.engine.num_running == 0
 
 
@@ -77,13 +54,13 @@ def test_who_leaves_frees_the_engine(model: CARDChatModel, url: str, path: str, 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_the_queue_is_forgotten(model: CARDChatModel, url: str, path: str, stream: bool) -> None:
     with posted(url, CHAT, body(CHAT, **LONG)):
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
         waiting = posted(url, path, body(path, **LONG, stream=stream))
-        until(lambda: num_open(model) == 2)
+        wait_until(lambda: num_open(model) == 2)
         waiting.close()
-        until(lambda: num_open(model) == 1)
+        wait_until(lambda: num_open(model) == 1)
         assert model.engine.num_running == 1
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
 
 
 @pytest.mark.parametrize(("path", "kind"), [(CHAT, CARDChatModel), (TEXT, Continuation)])
@@ -118,12 +95,12 @@ async def test_clients_that_are_cancelled(model: CARDChatModel, url: str) -> Non
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.to_thread(until, lambda: num_open(model) == 0)
+        await asyncio.to_thread(wait_until, lambda: num_open(model) == 0)
         stream = await client.chat.completions.create(**ask(**LONG, stream=True))
         async for _ in stream:
             break
         await stream.close()
-        await asyncio.to_thread(until, lambda: num_open(model) == 0)
+        await asyncio.to_thread(wait_until, lambda: num_open(model) == 0)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -133,14 +110,14 @@ def test_deadlines(model: CARDChatModel, url: str, path: str) -> None:
     assert response.status_code == 504 and 0.3 < time.monotonic() - start < 5
     error = error_of(response)
     assert (error["type"], error["code"]) == ("timeout_error", "timeout") and "0.4" in error["message"]
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
     options = body(path, **LONG, stream=True)
     response = httpx.post(url + path, json=options, headers={"x-request-timeout": "0.5"}, timeout=20)
     assert response.status_code == 200
     *events, last, end = response.text.split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout" and end == "" and len(events) > 2
     assert "[DONE]" not in response.text
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client, pytest.raises(openai.APIError):
         for _ in client.chat.completions.create(**ask(**LONG, stream=True), extra_headers={"x-request-timeout": "0.5"}):
             pass
@@ -158,21 +135,21 @@ def test_the_servers_own_limits(model: CARDChatModel) -> None:
         response = httpx.post(url + CHAT, json=ask(**LONG), headers={"x-request-timeout": "1e6"}, timeout=20)
         assert response.status_code == 504 and "0.5" in error_of(response)["message"]
     with served(model, max_wait_seconds=0.3) as url, posted(url, CHAT, body(CHAT, **LONG)):
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
         for path in (CHAT, TEXT):
             for stream in (False, True):
                 response = httpx.post(url + path, json=body(path, stream=stream), timeout=20)
                 assert response.status_code == 503 and response.headers["retry-after"] == "1"
                 error = error_of(response)
                 assert error["code"] == "not_begun_in_time" and "max_wait_seconds = 0.3" in error["message"]
-                until(lambda: num_open(model) == 1)
+                wait_until(lambda: num_open(model) == 1)
         assert model.engine.num_running == 1  # who has begun may go on
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
 
 
 def test_full_queues(model: CARDChatModel, url: str) -> None:
     held = [posted(url, CHAT, body(CHAT, **LONG)) for _ in range(3)]
-    until(lambda: num_open(model) == 3)
+    wait_until(lambda: num_open(model) == 3)
     for path in (CHAT, TEXT):
         for stream in (False, True):
             response = httpx.post(url + path, json=body(path, stream=stream), timeout=20)
@@ -180,7 +157,7 @@ def test_full_queues(model: CARDChatModel, url: str) -> None:
             assert error_of(response)["code"] == "rate_limit_exceeded" and "max_queue = 2" in response.text
     for connection in held:
         connection.close()
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
     assert httpx.post(url + CHAT, json=ask(max_tokens=1)).status_code == 200
 
 
@@ -195,7 +172,7 @@ def test_silence_is_kept_alive(model: CARDChatModel, monkeypatch: pytest.MonkeyP
         return verify(windows)
 
     with served(model, keep_alive_seconds=0.1) as url, posted(url, CHAT, body(CHAT, **LONG)) as first:
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
         waiting = posted(url, CHAT, body(CHAT, stream=True, max_tokens=2))
         waiting.settimeout(0.5)
         with pytest.raises(TimeoutError):
@@ -217,21 +194,21 @@ def test_a_queued_stream_that_never_begins(model: CARDChatModel) -> None:
     """It waits longer than a stream may be silent, and is refused with a status all the same."""
     settings = {"keep_alive_seconds": 0.1, "max_wait_seconds": 0.5}
     with served(model, **settings) as url, posted(url, CHAT, body(CHAT, **LONG)):
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
         response = httpx.post(url + CHAT, json=body(CHAT, stream=True), timeout=20)
         assert (response.status_code, error_of(response)["code"]) == (503, "not_begun_in_time")
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
 
 
 def test_slow_readers_pause_their_answer(model: CARDChatModel, url: str) -> None:
     """They hold no more than what sockets and bounds hold."""
     connection = posted(url, CHAT, body(CHAT, **LONG, stream=True, logprobs=True, top_logprobs=20))
-    until(lambda: model.engine.num_running == 1)
+    wait_until(lambda: model.engine.num_running == 1)
     state = next(iter(model.engine.backend.coordinator.scheduler.running.values()))
-    until(lambda: state.paused, 60)
+    wait_until(lambda: state.paused, 60)
     assert httpx.post(url + CHAT, json=ask(max_tokens=3), timeout=20).status_code == 200, "it pauses itself only"
     connection.close()
-    assert until(lambda: num_open(model) == 0) < 2.0
+    assert wait_until(lambda: num_open(model) == 0) < 2.0
 
 
 def test_failures_in_the_middle(model: CARDChatModel, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +231,7 @@ def test_failures_in_the_middle(model: CARDChatModel, url: str, monkeypatch: pyt
             assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == code and "secret" not in "".join(
                 rest
             )
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
 
 
 def test_many_at_once(model: CARDChatModel, url: str) -> None:
@@ -276,4 +253,4 @@ def test_many_at_once(model: CARDChatModel, url: str) -> None:
     for thread in threads:
         thread.join(60)
     assert answers == [model.invoke("Q", max_tokens=20).text] * 6
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)

@@ -22,7 +22,7 @@ from langchain_card.serve.service import Service
 from tests.support.played import make_pair
 from tests.support.scripted import Joke
 from tests.support.served import NAME, ask, error_of, said, served
-from tests.text.test_tool_grammar import TOOLS
+from tests.support.tool_calls import TOOL_DICTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,9 +123,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "tools[0]", "JSON schema|cannot"),
     ({"tools": [FUNCTION] * 129}, "tools", "at most 128"),
     ({"tool_choice": "required"}, "tool_choice", "there are none"),
-    ({"tools": TOOLS, "tool_choice": "nope"}, "tool_choice", "must be one of add"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "must be one of add"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "must be one of add"),
+    ({"tools": TOOL_DICTS, "tool_choice": "nope"}, "tool_choice", "must be one of add"),
+    ({"tools": TOOL_DICTS, "tool_choice": {"type": "function"}}, "tool_choice", "must be one of add"),
+    ({"tools": TOOL_DICTS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "one of add"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
     ({"response_format": "json"}, "response_format", "valid dictionary"),
     ({"response_format": {"type": "yaml"}}, "response_format", "must be one of text"),

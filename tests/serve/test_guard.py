@@ -11,16 +11,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_card import CARDChatModel
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.serve import Settings, create_app
-from tests.serve.test_answers import LONG, num_open, posted
 from tests.support.played import make_pair
-from tests.support.served import NAME, ask, error_of, says, served, until
+from tests.support.processes import wait_until
+from tests.support.served import LONG, NAME, ask, error_of, num_open, numbers, posted, says, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,14 +180,14 @@ def test_a_body_that_does_not_come(url: str) -> None:
 def test_as_many_as_the_house_holds(model: CARDChatModel) -> None:
     with served(model, max_requests=2) as url:
         held = [posted(url, CHAT, ask(**LONG)) for _ in range(2)]
-        until(lambda: num_open(model) == 2)
+        wait_until(lambda: num_open(model) == 2)
         response = httpx.post(url + CHAT, json=ask())
         assert response.status_code == 429 and error_of(response)["code"] == "rate_limit_exceeded"
         assert response.headers["retry-after"] == "1" and httpx.get(f"{url}/version").status_code == 200
         for connection in held:
             connection.close()
-        until(lambda: num_open(model) == 0)
-        until(lambda: httpx.post(url + CHAT, json=ask(max_tokens=1)).status_code == 200)
+        wait_until(lambda: num_open(model) == 0)
+        wait_until(lambda: httpx.post(url + CHAT, json=ask(max_tokens=1)).status_code == 200)
 
 
 def test_who_has_no_key_keeps_nobody_out(model: CARDChatModel) -> None:
@@ -273,7 +272,7 @@ async def test_draining_refuses_new_requests(model: CARDChatModel) -> None:
 def test_answers_that_run_when_the_server_ends(model: CARDChatModel) -> None:
     with served(model) as url:
         connection = posted(url, CHAT, ask(**LONG | {"max_tokens": 600}, stream=True))
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
     seen = b""
     while piece := connection.recv(1 << 16):
         seen += piece
@@ -282,19 +281,6 @@ def test_answers_that_run_when_the_server_ends(model: CARDChatModel) -> None:
 
 
 # Numbers.
-
-
-def numbers(http: httpx.Client) -> dict[tuple[str, ...], float]:
-    response = http.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    return {
-        (
-            sample.name.removeprefix("langchain_card_"),
-            *(of for _, of in sorted(sample.labels.items(), reverse=True)),
-        ): sample.value
-        for family in text_string_to_metric_families(response.text)
-        for sample in family.samples
-    }
 
 
 @pytest.mark.slow
@@ -309,9 +295,9 @@ def test_what_is_counted(model: CARDChatModel) -> None:
         http.post(CHAT, json=ask(**LONG, stream=True), headers={"x-request-timeout": "0.3"})
         for stream in (False, True):
             with posted(url, CHAT, ask(**LONG, stream=stream)):
-                until(lambda: model.engine.num_running == 1)
-            until(lambda: num_open(model) == 0)
-        until(lambda: numbers(http).get(("requests_total", CHAT, "499"), 0) == 2)
+                wait_until(lambda: model.engine.num_running == 1)
+            wait_until(lambda: num_open(model) == 0)
+        wait_until(lambda: numbers(http).get(("requests_total", CHAT, "499"), 0) == 2)
         found, text = numbers(http), http.get("/metrics").text
     counted = {key[1:]: value for key, value in found.items() if key[0] == "requests_total" and "/metrics" not in key}
     assert counted == {

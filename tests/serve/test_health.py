@@ -14,9 +14,10 @@ import pytest
 from langchain_card import CARDChatModel, Limits
 from langchain_card.engine import liveness
 from langchain_card.serve import Settings, create_app
-from tests.engine.isolated.test_supervisor import process_of
+from tests.support.isolated import process_of
 from tests.support.played import make_pair
-from tests.support.served import ask, served, until
+from tests.support.processes import wait_until
+from tests.support.served import ask, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +66,7 @@ def asked(url: str, **options: Any) -> threading.Thread:
 
 def test_idle_is_healthy_and_needs_no_key(url: str) -> None:
     asked(url, max_tokens=3).join()
-    until(lambda: not any(worker["busy_seconds"] for worker in health(url)[1]["workers"].values()))
+    wait_until(lambda: not any(worker["busy_seconds"] for worker in health(url)[1]["workers"].values()))
     code, report = health(url)
     assert (code, report["status"], report["open_requests"]) == (200, "ok", 0)
     assert report["workers"].keys() == {"target", "model", "ngram", "forced"}
@@ -97,7 +98,7 @@ def test_numbers_tell_how_the_engine_is_now(model: CARDChatModel, url: str) -> N
     assert (found["open_requests"], found["running_requests"]) == (0, 0)
     assert [found[f'worker_ok{{worker="{name}"}}'] for name in ("target", "model", "ngram", "forced")] == [1] * 4
     waiting = asked(url, max_tokens=300, logit_bias={"256": -100})
-    until(lambda: told()["running_requests"] == 1)
+    wait_until(lambda: told()["running_requests"] == 1)
     transport = model.engine.backend.transports["ngram"]  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "health", lambda: liveness.Health("up", 2.0, 1.0))
@@ -116,14 +117,14 @@ def test_a_web_server_without_an_engine_is_not_healthy(fields: dict[str, Any]) -
         assert status(url) == (200, "ok")
         assert health(url)[1]["workers"].keys() == {"engine process", "target", "model", "ngram", "forced"}
         process_of(model.engine).kill()
-        until(lambda: status(url) == (503, "failing"), 2)
+        wait_until(lambda: status(url) == (503, "failing"), 2)
         assert httpx.get(f"{url}/version").status_code == 200
-        until(lambda: status(url) == (200, "ok"), 60)
+        wait_until(lambda: status(url) == (200, "ok"), 60)
         process_of(model.engine).send_signal(signal.SIGSTOP)
-        until(lambda: status(url) == (503, "failing"), 8)
-        until(lambda: status(url) == (200, "ok"), 60)
+        wait_until(lambda: status(url) == (503, "failing"), 8)
+        wait_until(lambda: status(url) == (200, "ok"), 60)
         process_of(model.engine).kill()
-        until(lambda: health(url)[1]["workers"]["engine process"]["state"] == "given up", 10)
+        wait_until(lambda: health(url)[1]["workers"]["engine process"]["state"] == "given up", 10)
         assert status(url) == (503, "failing")
         assert httpx.post(url + CHAT, json=ask()).status_code == 503
 
@@ -145,7 +146,7 @@ def test_old_output_is_no_proof(model: CARDChatModel, url: str, monkeypatch: pyt
         else:
             patch.setattr(driver.coordinator, "_query", lambda now: [])
         waiting = asked(url, max_tokens=3)
-        seconds = until(lambda: status(url) == (503, "failing"), 5)
+        seconds = wait_until(lambda: status(url) == (503, "failing"), 5)
         assert seconds < 3
         worker = health(url)[1]["workers"]["target"]
         assert worker["state"] == "up" and worker["busy_seconds"] > worker["budget_seconds"]
@@ -154,7 +155,7 @@ def test_old_output_is_no_proof(model: CARDChatModel, url: str, monkeypatch: pyt
     driver.pause(-1, False)  # wakes it
     waiting.join(30)
     assert not waiting.is_alive()
-    until(lambda: status(url) == (200, "ok"))
+    wait_until(lambda: status(url) == (200, "ok"))
 
 
 def test_a_long_text_is_no_failure(model: CARDChatModel, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

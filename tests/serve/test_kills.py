@@ -15,7 +15,8 @@ import pytest
 
 from langchain_card import CARDChatModel, Limits
 from tests.support.played import make_pair
-from tests.support.served import NAME, served, until
+from tests.support.processes import wait_until
+from tests.support.served import NAME, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,7 +94,7 @@ def kill(module: str, model: CARDChatModel, worker: str, rng: random.Random, but
         health = model.engine.health()
         return found[0] is not None and worker in health and health[worker].state == "up"
 
-    until(works, 120)
+    wait_until(works, 120)
     threading.Event().wait(rng.random() / 2)
     assert found[0] is not None
     try:
@@ -120,13 +121,13 @@ def test_kills_under_load(tmp_path: Any) -> None:
             module, worker = ("transports", "model") if each == "draft" else ("engine", "engine process")
             pid[each] = kill(f"langchain_card.{module}.child", model, worker, rng, pid[each])
         enough = clients.outcomes["exact"] + CLIENTS
-        until(lambda: clients.outcomes["exact"] >= enough, 60)
+        wait_until(lambda: clients.outcomes["exact"] >= enough, 60)
         clients.end()
         print(dict(clients.outcomes))
         assert not clients.wrong
         assert {*clients.outcomes} <= {"exact", "503 engine_error", "in a stream: engine_error"}
         assert clients.outcomes["exact"] > 10 * ENGINE_KILLS
-        until(lambda: model.engine.num_open == 0, 10)
+        wait_until(lambda: model.engine.num_open == 0, 10)
     assert process("langchain_card") is None, "a process is left"
 
 

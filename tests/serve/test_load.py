@@ -17,9 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from typing_extensions import Self
 
 from langchain_card import CARDChatModel
-from tests.cli.test_serve import Process
-from tests.serve.test_answers import LONG
 from tests.support.played import make_pair
+from tests.support.served import LONG, ServerProcess
 
 CLIENTS, WARM_UP, REQUESTS = 64, 300, 1000
 MOST_GROWTH = 20 << 20
@@ -112,7 +111,7 @@ async def test_a_thousand_requests(tmp_path: Any) -> None:
     with CARDChatModel(**fields) as near:
         wanted = [near.invoke(each["messages"], max_tokens=each["max_tokens"]).text for each in ASKED]  # type: ignore[arg-type]
     pair = ("--model", fields["model"], "--draft-model", fields["draft_model"], "--dtype", "float64")
-    server = await asyncio.to_thread(Process, *pair, "--max-num-seqs", "8", "--drain", "5")
+    server = await asyncio.to_thread(ServerProcess, *pair, "--max-num-seqs", "8", "--drain", "5")
     try:
         async with Load(server.url, wanted) as load:
             await answer_all(load, server)
@@ -122,7 +121,7 @@ async def test_a_thousand_requests(tmp_path: Any) -> None:
             server.end(signal.SIGKILL)
 
 
-async def answer_all(load: Load, server: Process) -> None:
+async def answer_all(load: Load, server: ServerProcess) -> None:
     process, start = psutil.Process(server.process.pid), time.monotonic()
     await load.run(WARM_UP)
     before = memory(process)
@@ -143,7 +142,7 @@ async def answer_all(load: Load, server: Process) -> None:
     assert growth < MOST_GROWTH + TEXT
 
 
-async def drain(load: Load, server: Process) -> None:
+async def drain(load: Load, server: ServerProcess) -> None:
     running = [asyncio.create_task(load.ask(**ASKED[0] | LONG)) for _ in range(CLIENTS)]
     await asyncio.sleep(0.5)
     start = time.monotonic()

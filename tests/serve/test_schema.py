@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings, strategies
 from schemathesis import GenerationMode, checks
 
 from langchain_card import CARDChatModel
-from tests.engine.isolated.test_supervisor import process_of
+from tests.support.isolated import process_of
 from tests.support.played import make_pair
-from tests.support.served import NAME, served, until
+from tests.support.processes import wait_until
+from tests.support.served import NAME, served
 
 EXAMPLES = 1500 if os.environ.get("CARD_EXPLORE") else 300
 CHECKED = [
@@ -39,7 +40,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with CARDChatModel(**fields).load() as model, served(model) as url:
         process = process_of(model.engine)
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
-        until(lambda: model.engine.num_open == 0)
+        wait_until(lambda: model.engine.num_open == 0)
         assert process_of(model.engine) == process
         assert all(health.ok for health in model.engine.health().values())
 

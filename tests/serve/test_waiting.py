@@ -14,9 +14,9 @@ from langchain_card import CARDChatModel, Limits
 from langchain_card.errors import GenerationAbortedError
 from langchain_card.serve import Settings, create_app
 from langchain_card.serve.waiting import ClientLeft, Following
-from tests.serve.test_answers import CHAT, LONG, num_open, posted
 from tests.support.played import make_pair
-from tests.support.served import NAME, ask, served, until
+from tests.support.processes import wait_until
+from tests.support.served import CHAT, LONG, NAME, ask, forever, num_open, posted, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,9 +37,9 @@ UNREAD = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "card": 
 @pytest.mark.slow
 def test_who_does_not_read_has_a_deadline_too(model: CARDChatModel) -> None:
     with served(model, deadline_seconds=2.0) as url, posted(url, CHAT, ask(**UNREAD)):
-        until(lambda: model.engine.num_running == 1)
-        assert 1.0 < until(lambda: num_open(model) == 0) < 6.0
-        until(lambda: f'outcome="504",route="{CHAT}"' in httpx.get(f"{url}/metrics").text)
+        wait_until(lambda: model.engine.num_running == 1)
+        assert 1.0 < wait_until(lambda: num_open(model) == 0) < 6.0
+        wait_until(lambda: f'outcome="504",route="{CHAT}"' in httpx.get(f"{url}/metrics").text)
 
 
 async def test_who_does_not_read_does_not_keep_a_server_that_ends(model: CARDChatModel) -> None:
@@ -62,7 +62,7 @@ async def test_who_does_not_read_does_not_keep_a_server_that_ends(model: CARDCha
         app.state.service.end()
         await asyncio.wait_for(asked, 5)
         assert 'outcome="503"' in app.state.service.metrics.text(app.state.service.state()).decode()
-    await asyncio.to_thread(until, lambda: num_open(model) == 0)
+    await asyncio.to_thread(wait_until, lambda: num_open(model) == 0)
 
 
 # The iterator by itself.
@@ -79,10 +79,6 @@ async def items(*values: float, freed: list[str]) -> Any:
 
 async def never() -> Any:
     await asyncio.Event().wait()
-
-
-def forever() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
 
 
 async def test_whatever_ends_it_frees_the_items() -> None:

@@ -63,8 +63,18 @@ EXHAUSTIVE = [
     Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, may_fail=True, limits=SMALL),
 ]
 
-LARGE = ("a draft dies between two steps", "lost and repeated messages", "one after the other")
-"""Exhaustive worlds of more than 40,000 states: a minute together."""
+LARGE = (
+    "two drafters",
+    "a draft dies between two steps",
+    "the target dies and comes back",
+    "a long text is left",
+    "out of memory",
+    "lost and repeated messages",
+    "one after the other",
+    "schedules change and messages are lost",
+    "workers that are given up",
+)
+"""Names of the exhaustive worlds that have more than 12,000 states: two minutes together."""
 
 BIG = [
     Scope("two requests, longer", requests=2, max_tokens=4, limits=SMALL),

@@ -29,6 +29,7 @@ from langchain_card.engine.transports.thread import ThreadTransport
 from langchain_card.ports import Budget, Transport
 from langchain_card.testing.tokenizer import byte_tokenizer
 from langchain_card.text.detokenizer import Detokenizer
+from tests.simulation.simulated import simulate
 from tests.simulation.toy import StepTime, ToyDrafter, ToyModel, ToyTarget
 
 
@@ -147,3 +148,20 @@ class SleepingEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+TOKENS = 80
+TRIES = 8
+"""Measurements of which the best counts: the machine may be busy for a while."""
+
+
+def virtual(model: ToyModel, t_target: float, t_draft: float, schedule: str) -> float:
+    """Return the tokens per second that the virtual clock gives for steps of these seconds."""
+    params = SamplingParams(max_tokens=TOKENS, schedule=schedule)  # type: ignore[arg-type]
+    target = ToyTarget(model, lambda rows: t_target)
+    drafter = ToyDrafter(model, step_time=lambda rows: t_draft)
+    prompt_ids, limits = (1, 2), Limits()
+    policy = Controller(shared_device=False, limits=limits)
+    token_ids, stats = simulate(Request(0, prompt_ids, params), target, drafter, policy, limits)
+    assert tuple(token_ids) == model.answer(prompt_ids, TOKENS)
+    return stats.tokens_per_second

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -14,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import psutil
 
 from langchain_card.core import messages as m
 from langchain_card.engine.draft_worker import DraftWorker
@@ -27,16 +25,6 @@ from tests.simulation import ToyDrafter, ToyModel
 
 PROMPT = (1, 2)
 SAID = 300
-
-
-def alive() -> list[psutil.Process]:
-    """What this process has started. Not `multiprocessing`'s own, some of which stays to the end."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # one that has just ended has no command line
-            if "multiprocessing" not in " ".join(child.cmdline()):
-                found.append(child)
-    return found
 
 
 class Sleeping(ToyDrafter):

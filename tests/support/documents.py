@@ -30,6 +30,9 @@ SECONDS = 120
 
 _FENCE = re.compile(r"^( *)(`{3,})(\w*)[^\n]*\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- runs: ([^>]*?) -->\s*\Z")
+_PLUGINS_PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+PLUGIN_FILES = dict(re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", _PLUGINS_PAGE, re.DOTALL))
+"""Files that docs/plugins.md shows, by name."""
 _PAGE_MARK = re.compile(r"^<!-- the page runs: ([^>]*?) -->$", re.MULTILINE)
 
 

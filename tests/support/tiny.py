@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import transformers as t
 
 from langchain_card.testing.tiny import CONFIGS, SHAPE, VOCAB, make_draft, make_target, save, save_random
@@ -52,3 +55,25 @@ FAMILIES: dict[str, Any] = {
     ),
 }  # fmt: skip
 """Other forms than those of `CONFIGS`: windows so short that a test's text slides through them, and experts."""
+
+
+def tiny_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
+    """A GGUF of one layer without its tensors, but with all metadata a config needs."""
+    writer = gguf.GGUFWriter(path, architecture)
+    values = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 16, "context_length": 32, **changes}
+    for key, value in values.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "<|im_end|>", "ab"])
+    writer.add_token_types([1, 1, 3, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(2)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -197,3 +197,9 @@ def own(turns: list[dict[str, Any]], tokenizer: Any, tools: Any = None, tokenize
     return tokenizer.apply_chat_template(
         turns, tools=tools, add_generation_prompt=True, tokenize=tokenize, return_dict=False
     )
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"
+)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,23 +72,12 @@ def worker(*args: object, script: str = WORKER, **environment: str) -> subproces
     command = [sys.executable, "-c", script, json.dumps(TINY), *map(str, args)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     pipe = subprocess.PIPE
-    # A shell that runs the tests in the background has told its children to ignore ctrl-c.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True, preexec_fn=heed
-    )
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     out, err = process.communicate(timeout=120)
     return process.returncode, out.splitlines(), err
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

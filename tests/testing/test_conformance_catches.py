@@ -22,12 +22,12 @@ from langchain_card.errors import EngineError
 from langchain_card.ports import Budget
 from langchain_card.testing import DrafterConformance, prompts
 from langchain_card.testing.calls import DrafterContract
-from tests.repo.test_plugins_page import FILES
+from tests.support.documents import PLUGIN_FILES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _page: dict[str, Any] = {}
-exec(FILES["echoing.py"], _page)
+exec(PLUGIN_FILES["echoing.py"], _page)
 Echo: Any = _page["EchoDrafter"]
 Echo.__module__ = __name__
 

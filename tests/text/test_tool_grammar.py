@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from langchain_card.chat.reasoning import Thoughts
-from langchain_card.chat.schemas import tool_dict, tool_dicts
+from langchain_card.chat.schemas import tool_dict
 from langchain_card.config import Limits
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.constraints.matcher import Matcher
@@ -21,15 +21,10 @@ from langchain_card.text.call_reader import CallReader
 from langchain_card.text.tool_form import FENCED, TAGGED
 from langchain_card.text.tool_grammar import MAX_CALLS, AnswerShape, Thinking, answer_grammar
 from tests.support import tiny
-from tests.support.scripted import FUNCTION, JOKE, PARAMETERS, add, weather
+from tests.support.scripted import FUNCTION, JOKE, PARAMETERS
+from tests.support.tool_calls import ADD, JSON, MARKS, TOOL_DICTS, D, F, G, T, U
 
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 KINDS = {"fenced": (FENCED, ()), "tagged": (TAGGED, ()), "tokens": (TAGGED, MARKS), "hidden": (FENCED, MARKS)}
-TOOLS = tuple(tool_dicts([add, weather]))
-ADD, RAIN = '{"name": "add", "arguments": {"a": 1, "b": -2}}', '{"name": "weather", "arguments": {"place": "Ō\\n"}}'
-F, G = f"```json\n{ADD}\n```", f"```json\n{RAIN}\n```"
-T, U = f"<tool_call>\n{ADD}\n</tool_call>", f"<tool_call>\n{RAIN}\n</tool_call>"
-JSON = json.dumps(JOKE, ensure_ascii=False)
 
 
 @functools.cache
@@ -60,13 +55,12 @@ def may_end(matcher: Matcher) -> bool:
 
 # Each shape: texts that are whole, that only begin one, and that cannot come.
 
-AUTO = AnswerShape(TOOLS)
-FORCED = AnswerShape(TOOLS, must_call=True)
-NAMED = AnswerShape(TOOLS[1:], must_call=True, parallel=False)
+AUTO = AnswerShape(TOOL_DICTS)
+FORCED = AnswerShape(TOOL_DICTS, must_call=True)
+NAMED = AnswerShape(TOOL_DICTS[1:], must_call=True, parallel=False)
 DOCUMENT = AnswerShape(schema=PARAMETERS)
 JOKE_TOOL = {"type": "function", "function": {"name": "Joke", "description": "", "parameters": PARAMETERS}}
-UNION = AnswerShape(TOOLS, answer=JOKE_TOOL)
-D = f'```json\n{{"name": "Joke", "arguments": {JSON}}}\n```'
+UNION = AnswerShape(TOOL_DICTS, answer=JOKE_TOOL)
 E = f'<tool_call>\n{{"name": "Joke", "arguments": {JSON}}}\n</tool_call>'
 TEXTS = ["", "Hi.", "x" + ADD, "```json\n{}\n```", '{"name": "ad', "< ` {", '```json\n{"name": "John"}\n```']
 EARLY = ['{"name": "add"', '```json{\t"name":"add"', 'Hm.\n```json\n{"name": "weather"', '<tool_call>{"name": "add"']
@@ -82,7 +76,7 @@ CASES: dict[str, tuple[AnswerShape, str, Thinking, list[str], list[str], list[st
                      [*EARLY[:-1], "<tool_call>", "a<tool_call>\n"],
                      [*WRONG[:9], "<tool_call>x", "</tool_call>", "<think>", f"{T}\n{F}", f"Hm {T}</tool_call>"]),
     "auto, hidden tags": (AUTO, "hidden", "never", [*TEXTS, F, ADD], EARLY[:-1], ["<tool_call>", T]),
-    "one call": (AnswerShape(TOOLS, parallel=False), "fenced", "never", ["", "Hi.", F, T, ADD], [], [f"{F}\n{G}"]),
+    "one call": (AnswerShape(TOOL_DICTS, parallel=False), "fenced", "never", ["", "Hi.", F, T, ADD], [], [f"{F}\n{G}"]),
     "required": (FORCED, "fenced", "never", [F, G, f"{F}\n{G}"], ["", "```json\n"], [*TEXTS[1:], ADD, T, f" {F}"]),
     "required, tags": (FORCED, "tagged", "never", [T, f"{T}\n{U}"], ["", "<tool_call>"], [*TEXTS[1:], ADD, F, f" {T}"]),
     "required, tokens": (FORCED, "tokens", "never", [T, f"{T}\n{U}"], ["", "<tool_call>"], [*TEXTS[1:], ADD, F]),

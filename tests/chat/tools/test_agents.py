@@ -29,10 +29,9 @@ from langchain_card.core.request import FinishReason
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import EngineBusyError
-from tests.chat.tools.test_through_the_model import ARGUMENTS
 from tests.support.played import make_pair, played
 from tests.support.scripted import JOKE, Joke, add, weather
-from tests.text.test_tool_grammar import ADD, JSON, D, F, G
+from tests.support.tool_calls import ADD, ARGUMENTS, JSON, D, F, G
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(is|are) in beta", "ignore:.*is experimental"),

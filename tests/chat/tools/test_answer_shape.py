@@ -11,8 +11,7 @@ from langchain_card.chat.answer_shape import answer_shape
 from langchain_card.errors import InvalidInputError
 from langchain_card.text.tool_form import FENCED
 from langchain_card.text.tool_grammar import answer_grammar
-from tests.constraints.test_compiler import grammars
-from tests.constraints.test_enforced import allows
+from tests.support.grammars import allows, grammars
 from tests.support.scripted import Joke, Node, add
 
 

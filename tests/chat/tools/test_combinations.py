@@ -12,11 +12,10 @@ from pydantic import BaseModel
 
 from langchain_card import CARDChatModel
 from langchain_card.engine.target_worker import TargetWorker
-from tests.chat.tools.test_through_the_model import CALLED, TOOLS, calls, merged
 from tests.support import vocabularies
 from tests.support.played import make_pair, played
 from tests.support.scripted import JOKE, Joke, add, weather
-from tests.text.test_tool_grammar import JSON, MARKS, F, T, U
+from tests.support.tool_calls import CALLED, JSON, MARKS, TOOLS, F, T, U, calls, merged
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(is|are) in beta"), pytest.mark.usefixtures("one_thread")]
 

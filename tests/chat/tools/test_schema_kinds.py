@@ -21,7 +21,7 @@ from typing_extensions import NotRequired, Required
 from langchain_card.chat.schemas import json_schema, tool_dict
 from langchain_card.constraints.schema_parts import SchemaParts
 from langchain_card.errors import InvalidInputError
-from tests.constraints.test_enforced import allows
+from tests.support.grammars import allows
 from tests.support.schemas import satisfies
 from tests.support.scripted import PARAMETERS, JokeDict, Node, weather
 

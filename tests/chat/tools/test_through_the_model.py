@@ -7,24 +7,18 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import jsonschema
 import pytest
 from langchain_core.exceptions import ModelInvalidRequestError
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage
 
 from langchain_card import CARDChatModel
-from langchain_card.chat.schemas import tool_dicts
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from tests.support.played import make_pair, played
 from tests.support.scripted import JOKE, PARAMETERS, SCHEMAS, Joke, add, weather
-from tests.text.test_tool_grammar import ADD, JSON, RAIN, D, F, G, T
+from tests.support.tool_calls import ADD, ARGUMENTS, CALLED, JSON, RAIN, TOOLS, D, F, G, T, calls, merged
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(is|are) in beta"), pytest.mark.usefixtures("one_thread")]
-
-TOOLS = [add, weather]
-ARGUMENTS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tool_dicts(TOOLS)}
-CALLED = [("add", {"a": 1, "b": -2}), ("weather", {"place": "Ō\n"})]
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +34,6 @@ def model(fields: dict[str, Any]) -> Iterator[CARDChatModel]:
 
 def says(model: CARDChatModel, text: str) -> Any:
     return played(lambda _: text, model._engine().tokenizer)
-
-
-def calls(message: AIMessage) -> list[tuple[str, dict[str, Any]]]:
-    """Of a message in which all that tells of calls agrees."""
-    blocks = [block for block in message.content_blocks if block["type"] == "tool_call"]
-    assert [(b["name"], b["args"], b["id"]) for b in blocks] == [
-        (call["name"], call["args"], call["id"]) for call in message.tool_calls
-    ]
-    assert not message.invalid_tool_calls
-    assert len({call["id"] for call in message.tool_calls}) == len(message.tool_calls)
-    for call in message.tool_calls:
-        jsonschema.validate(call["args"], ARGUMENTS[call["name"]])
-    return [(call["name"], call["args"]) for call in message.tool_calls]
-
-
-def merged(chunks: list[Any]) -> AIMessageChunk:
-    assert [chunk.chunk_position for chunk in chunks].index("last") == len(chunks) - 1
-    whole: AIMessageChunk = sum(chunks[1:], start=chunks[0])
-    return whole
 
 
 # The ways in which a model is called.

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +20,9 @@ from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated.supervisor import Supervisor
 from langchain_card.errors import EngineClosedError, EngineError, ModelStoreError, UnsupportedModelError
-from tests.engine.isolated.test_supervisor_orders import Waiting
-from tests.engine.transports.test_process_transport import gone, wait_until
 from tests.support import tiny
+from tests.support.isolated import Waiting, process_of
+from tests.support.processes import gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,13 +70,6 @@ def wanted(pair: EngineConfig) -> list[tuple[int, ...]]:
 def engine(pair: EngineConfig) -> Iterator[Engine]:
     with Engine(isolated(pair)) as engine:
         yield engine
-
-
-def process_of(engine: Engine) -> psutil.Process:
-    supervisor = engine.backend
-    assert isinstance(supervisor, Supervisor)
-    wait_until(lambda: supervisor.pid is not None)
-    return psutil.Process(supervisor.pid)
 
 
 def test_the_same_answers(engine: Engine, wanted: list[tuple[int, ...]]) -> None:
@@ -219,12 +211,9 @@ async def test_a_chat_model(pair: EngineConfig) -> None:
         assert isinstance(chunks[0], AIMessageChunk)
         assert far.bind_tools([], tool_choice="none").invoke("Hi.").content == whole
         task = asyncio.ensure_future(far.ainvoke("Hi."))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_until, lambda: engine.num_open == 1)
         task.cancel()
-        start = time.monotonic()
-        while engine.num_open:
-            await asyncio.sleep(0.01)
-            assert time.monotonic() < start + 10
+        await asyncio.to_thread(wait_until, lambda: engine.num_open == 0)
 
 
 _PARENT = """

@@ -20,8 +20,9 @@ from langchain_card.engine.isolated.pulse import DOUBT_SECONDS
 from langchain_card.engine.isolated.supervisor import Supervisor
 from langchain_card.errors import EngineClosedError, EngineError, InvalidInputError
 from langchain_card.ports import Health
-from tests.engine.transports.test_process_transport import wait_until
 from tests.support import tiny
+from tests.support.isolated import Waiting
+from tests.support.processes import wait_until
 
 
 class Scripted:
@@ -49,26 +50,6 @@ class Scripted:
     def asked(self) -> list[tuple[int, tuple[int, ...]]]:
         asked = [message for message in self.sent if isinstance(message, f.Ask)]
         return [(message.request.request_id, message.output_ids) for message in asked]
-
-
-class Waiting:
-    """A consumer that notes how it ended."""
-
-    def __init__(self, request_id: int = 0) -> None:
-        self.request = Request(request_id, (1, 2), SamplingParams(max_tokens=9), (0,))
-        self.ends: list[Any] = []
-
-    def watch(self, stats: RequestStats) -> None:
-        """It starts."""
-
-    def push(self, emit: Any) -> None:
-        """No stop string."""
-
-    def finish(self, reason: FinishReason, stats: RequestStats) -> None:
-        self.ends.append(reason)
-
-    def fail(self, error: BaseException) -> None:
-        self.ends.append(error)
 
 
 LIVES: list[Scripted] = []

@@ -13,8 +13,8 @@ from langchain_card.engine.transports.child_process import ChildProcess
 from langchain_card.engine.transports.frames import DOWN, UP, Exhausted, Start
 from langchain_card.engine.transports.thread import MessageQueue
 from langchain_card.errors import DeviceError, EngineError
-from tests.engine.transports.test_process_transport import wait_until
 from tests.support import children
+from tests.support.processes import wait_until
 
 
 def start(how: str, heard: list[Any]) -> ChildProcess:

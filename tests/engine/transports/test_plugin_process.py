@@ -13,15 +13,15 @@ from langchain_card import plugins
 from langchain_card.engine import drafter_hosts
 from langchain_card.errors import InvalidInputError
 from langchain_card.testing import DrafterConformance, prompts
-from tests.repo.test_plugins_page import FILES
 from tests.simulation import ToyDrafter
-from tests.support import children
+from tests.support.documents import PLUGIN_FILES
 from tests.support.packages import install
+from tests.support.processes import child_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CODE = (
-    FILES["echoing.py"]
+    PLUGIN_FILES["echoing.py"]
     + """
 
 class PacedEcho(EchoDrafter):
@@ -52,15 +52,15 @@ def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_it_has_a_process_and_drafts_there(paced: str) -> None:
-    before = children.alive()
+    before = child_processes()
     with prompts.running(prompts.ARCHS[0], draft_model=paced, draft_transport="process") as engine:
-        assert len(children.alive()) == len(before) + 1 and "paced_echo" in sys.modules
+        assert len(child_processes() - before) == 1 and "paced_echo" in sys.modules
         every = prompts.asked(prompts.ARCHS[0])
         for schedule in ("sequential", "parallel"):
             done = prompts.answers(engine, every, schedule)
             assert [one.token_ids for one in done] == [prompts.answer(prompts.ARCHS[0], one) for one in every]
             assert sum(one.stats.accepted_by_source.get("paced-echo", 0) for one in done) > 0
-    assert children.alive() == before
+    assert child_processes() <= before
 
 
 @pytest.mark.slow
@@ -87,13 +87,13 @@ def test_what_is_registered_here_alone_is_not_found_there(monkeypatch: pytest.Mo
     monkeypatch.setitem(plugins._registered, ("drafters", "toy"), ToyDrafter)
     monkeypatch.setattr(ToyDrafter, "name", "toy", raising=False)
     monkeypatch.setattr(ToyDrafter, "paced", True, raising=False)
-    before = children.alive()
+    before = child_processes()
     with (
         pytest.raises(InvalidInputError, match="drafters = 'toy'"),
         prompts.running(prompts.ARCHS[0], draft_model="toy", draft_transport="process"),
     ):
         pass
-    assert children.alive() == before
+    assert child_processes() <= before
 
 
 def test_without_msgspec_there_is_no_process(paced: str, monkeypatch: pytest.MonkeyPatch) -> None:

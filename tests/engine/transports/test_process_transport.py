@@ -21,32 +21,16 @@ from langchain_card.core import messages as m
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.transports.process import ProcessTransport
 from langchain_card.errors import DeviceError, EngineError
-from tests.engine.test_sleeping import TOKENS, TRIES, virtual
 from tests.simulation import FixedPolicy, ToyModel
 from tests.simulation.invariants import check_prefixes
-from tests.simulation.sleeping import SleepingEngine
-from tests.support import children
+from tests.simulation.sleeping import TOKENS, TRIES, SleepingEngine, virtual
 from tests.support.children import PROMPT, SENT, in_process
+from tests.support.processes import child_processes, gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
 MODEL = ToyModel(200, top=0.8)
 BEGIN = m.Begin("toy", Request(0, PROMPT, SamplingParams(max_tokens=50)), "parallel", (), 1)
-
-
-def wait_until(done: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
-
-
-def gone(pid: int) -> bool:
-    """Whether nothing of a process runs any more; who has to bury it is another question."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def transport_of(engine: SleepingEngine) -> Any:
@@ -205,7 +189,9 @@ DEATHS = {
     "exits": r"draft process = \d+: ended with exit code 3",
     "raises": "draft process = 'KeyError': 'planted'",
     "too long a frame": "frame = '4,294,967,295 bytes': at most 4,194,304 may be sent",
-    **dict.fromkeys(SENT.keys() - {"too long a frame"}, "frame = .*(makes no sense|is none of Ready, Proposal)"),
+    **dict.fromkeys(
+        (how for how in SENT if how != "too long a frame"), "frame = .*(makes no sense|is none of Ready, Proposal)"
+    ),
 }
 
 
@@ -265,7 +251,7 @@ def test_a_command_that_makes_no_frame_ends_the_worker() -> None:
 
 @pytest.mark.parametrize("state", ["starting", "ready", "stopped"])
 def test_close_leaves_nothing(state: str) -> None:
-    before = children.alive()
+    before = child_processes()
     with Bare("sleeping", start=60.0 if state == "starting" else 0.0) as bare:
         if state != "starting":
             bare.transport.wait_ready()
@@ -277,7 +263,7 @@ def test_close_leaves_nothing(state: str) -> None:
         assert time.monotonic() - begun < 10
         assert (bare.transport._child._process.returncode == 0) is (state != "stopped"), "force only where it is needed"
     assert not bare.deaths, "that is no death"
-    assert children.alive() == before
+    assert child_processes() <= before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("card-toy")]
 
 

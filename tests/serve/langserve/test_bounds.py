@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 import time
@@ -20,16 +19,13 @@ from langchain_card.engine.generation import Generation
 from langchain_card.errors import EngineError
 from langchain_card.serve import Settings
 from langchain_card.serve.waiting import Following
-from tests.serve.test_answers import num_open, posted
-from tests.serve.test_waiting import forever
+from tests.support.langserve_routes import PREFIXES, ROUTES, STREAMS, body, contents, last_event
 from tests.support.played import make_pair
-from tests.support.served import ask, error_of, served, until
+from tests.support.processes import wait_until
+from tests.support.served import ask, error_of, forever, num_open, posted, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROUTES = ("invoke", "batch", "stream", "stream_log", "stream_events")
-STREAMS = ROUTES[2:]
-PREFIXES = ("/card", "/card/chat")
 LONG = {"configurable": {"max_tokens": 7000}}
 
 
@@ -49,32 +45,13 @@ def url(model: CARDChatModel) -> Iterator[str]:
         yield url
 
 
-def body(route: str, asked: Any = "Q", **more: Any) -> dict[str, Any]:
-    return {"inputs": [asked], **more} if route == "batch" else {"input": asked, **more}
-
-
-def last_event(text: str) -> tuple[str, Any]:
-    name, _, data = text.split("\n\n")[-2].partition("\n")
-    return name.removeprefix("event: "), json.loads(data.removeprefix("data: ") or "null")
-
-
-def contents(response: httpx.Response) -> list[str]:
-    """Of an answer, or of its events, by whatever route."""
-    assert response.status_code == 200, response.text
-    if not response.headers["content-type"].startswith("text/event-stream"):
-        output = response.json()["output"]
-        return [message["content"] for message in (output if isinstance(output, list) else [output])]
-    assert last_event(response.text)[0] == "end"
-    return re.findall(r'"content":"((?:[^"\\]|\\.)*)"', response.text)
-
-
 # Queues, deadlines, clients that leave.
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_full_queues(model: CARDChatModel, url: str, route: str) -> None:
     held = [posted(url, "/card/invoke", body("", config=LONG)) for _ in range(3)]
-    until(lambda: num_open(model) == 3)
+    wait_until(lambda: num_open(model) == 3)
     response = httpx.post(f"{url}/card/{route}", json=body(route), timeout=20)
     assert response.status_code == 429 and response.headers["retry-after"] == "1"
     assert error_of(response)["code"] == "rate_limit_exceeded" and "max_queue = 2" in response.text
@@ -84,20 +61,20 @@ def test_full_queues(model: CARDChatModel, url: str, route: str) -> None:
         next(RemoteRunnable[Any, Any](f"{url}/card").stream("Q"))
     for connection in held:
         connection.close()
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
 
 
 @pytest.mark.slow
 def test_waits_and_deadlines(model: CARDChatModel) -> None:
     with served(model, max_wait_seconds=0.3) as url:
         with posted(url, "/v1/chat/completions", ask(max_tokens=7000)):
-            until(lambda: model.engine.num_running == 1)
+            wait_until(lambda: model.engine.num_running == 1)
             for route in ROUTES:
                 response = httpx.post(f"{url}/card/{route}", json=body(route), timeout=20)
                 assert response.status_code == 503 and response.headers["retry-after"] == "1", route
                 assert error_of(response)["code"] == "not_begun_in_time"
-                until(lambda: num_open(model) == 1)
-        until(lambda: num_open(model) == 0)
+                wait_until(lambda: num_open(model) == 1)
+        wait_until(lambda: num_open(model) == 0)
         for route in ROUTES:
             headers = {"x-request-timeout": "0.5"}
             response = httpx.post(f"{url}/card/{route}", json=body(route, config=LONG), headers=headers, timeout=20)
@@ -107,7 +84,7 @@ def test_waits_and_deadlines(model: CARDChatModel) -> None:
                 assert "0.5" in data["message"]
             else:
                 assert response.status_code == 504 and error_of(response)["code"] == "timeout"
-            until(lambda: num_open(model) == 0)
+            wait_until(lambda: num_open(model) == 0)
             response = httpx.post(f"{url}/card/{route}", json=body(route), headers={"x-request-timeout": "soon"})
             assert response.status_code == 400 and error_of(response)["param"] == "x-request-timeout"
         remote: Any = RemoteRunnable(f"{url}/card", headers={"x-request-timeout": "0.5"})
@@ -120,57 +97,60 @@ def test_waits_and_deadlines(model: CARDChatModel) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_who_leaves_frees_the_engine(model: CARDChatModel, url: str, route: str, prefix: str) -> None:
     connection = posted(url, f"{prefix}/{route}", body(route, config=LONG))
-    until(lambda: model.engine.num_running == 1)
+    wait_until(lambda: model.engine.num_running == 1)
     if route in STREAMS:
         seen = b""
         while b"chunk_position" not in seen:
             seen += connection.recv(4096)
         assert seen.startswith(b"HTTP/1.1 200")
     connection.close()
-    assert until(lambda: num_open(model) == 0) < 2.0
+    assert wait_until(lambda: num_open(model) == 0) < 2.0
     assert model.engine.num_running == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_who_leaves_the_queue_is_forgotten(model: CARDChatModel, url: str, route: str) -> None:
     with posted(url, "/card/invoke", body("", config=LONG)):
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
         waiting = posted(url, f"/card/{route}", body(route, config=LONG))
-        until(lambda: num_open(model) == 2)
+        wait_until(lambda: num_open(model) == 2)
         waiting.close()
-        assert until(lambda: num_open(model) == 1) < 2.0
-    until(lambda: num_open(model) == 0)
+        assert wait_until(lambda: num_open(model) == 1) < 2.0
+    wait_until(lambda: num_open(model) == 0)
 
 
 def test_who_leaves_a_batch_frees_all_of_it(model: CARDChatModel, url: str) -> None:
     connection = posted(url, "/card/batch", {"inputs": ["Q", "R"], "config": LONG})
-    until(lambda: num_open(model) == 2)
+    wait_until(lambda: num_open(model) == 2)
     connection.close()
-    assert until(lambda: num_open(model) == 0) < 2.0
+    assert wait_until(lambda: num_open(model) == 0) < 2.0
 
 
 @pytest.mark.parametrize("route", STREAMS)
 def test_slow_readers_leave_nothing(model: CARDChatModel, url: str, route: str) -> None:
     """Nothing of an answer that nobody reads goes on, however much of it waits."""
     with posted(url, f"/card/{route}", body(route, config=LONG)) as connection:
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
         assert connection.recv(20)
         time.sleep(0.5)
-    assert until(lambda: num_open(model) == 0) < 2.0
+    assert wait_until(lambda: num_open(model) == 0) < 2.0
 
 
 async def test_an_answer_that_fails_as_it_is_given_up() -> None:
     """As LangChain's logs do; what nobody has read yet does not keep it."""
 
+    begun = asyncio.Event()
+
     async def items() -> Any:
         try:
             while True:
+                begun.set()
                 yield 1
         finally:
             raise RuntimeError
 
     following = Following(items(), asyncio.Event().wait, Settings(), forever(), lambda: True, 10)
-    await asyncio.sleep(0.05)
+    await begun.wait()
     following.close()
     await asyncio.wait_for(asyncio.gather(following._answer, return_exceptions=True), 5)
 
@@ -191,7 +171,7 @@ def test_failures_in_the_middle(model: CARDChatModel, url: str, monkeypatch: pyt
             text += "".join(pieces)
         name, data = last_event(text)
         assert (name, data["status_code"], data["code"]) == ("error", status, code) and "secret" not in text
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
 
 
 # What is not told.
@@ -203,8 +183,8 @@ def test_no_paths_and_no_words_are_told(model: CARDChatModel) -> None:
             text = httpx.post(f"{url}/card/{route}", json=body(route, "secret")).text
             assert "a-folder" not in text and '"tiny"' in text, route
         with posted(url, "/card/stream", body("", config=LONG)):
-            until(lambda: model.engine.num_running == 1)
-        until(lambda: "499" in httpx.get(f"{url}/metrics").text)
+            wait_until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: "499" in httpx.get(f"{url}/metrics").text)
         httpx.post(f"{url}/card/invoke", json={})
         httpx.get(f"{url}/card/playground/a-secret-page")
         text = httpx.get(f"{url}/metrics").text

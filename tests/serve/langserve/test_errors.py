@@ -14,10 +14,10 @@ from langserve import RemoteRunnable
 from langserve.lzstring import LZString
 
 from langchain_card import CARDChatModel, Limits
-from tests.serve.langserve.test_bounds import PREFIXES, ROUTES, body, contents
-from tests.serve.test_answers import num_open
+from tests.support.langserve_routes import PREFIXES, ROUTES, body, contents
 from tests.support.played import make_pair
-from tests.support.served import ask, error_of, served, until
+from tests.support.processes import wait_until
+from tests.support.served import ask, error_of, num_open, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,7 +113,7 @@ def test_a_batch_fits_into_the_queue(http: httpx.Client, model: CARDChatModel) -
     assert response.status_code == 400 and error["param"] == "config" and "each of the 1" in error["message"]
     error = error_of(response := http.post("/card/batch", json={"inputs": ["Q", "Q" * 9000]}))
     assert response.status_code == 400 and error["param"] == "inputs"
-    until(lambda: num_open(model) == 0)
+    wait_until(lambda: num_open(model) == 0)
     for sent in ({"inputs": ["Q"] * 5000}, {"inputs": [[{"type": "human", "content": ""}] * 5000]}):
         assert "at most" in error_of(http.post("/card/batch", json=sent))["message"]
 

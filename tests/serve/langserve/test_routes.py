@@ -22,7 +22,7 @@ from langchain_card import CARDChatModel
 from langchain_card.serve.langserve.routes import _plain
 from tests.support.played import make_pair
 from tests.support.served import says, served
-from tests.text.test_tool_grammar import ADD, RAIN, TOOLS
+from tests.support.tool_calls import ADD, RAIN, TOOL_DICTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -194,7 +194,7 @@ class Tooled(CARDChatModel):
     """It has tools, whoever asks."""
 
     def _for_call(self, options: Any) -> Any:
-        return super()._for_call({"tools": [*TOOLS], "parallel_tool_calls": True, **options})
+        return super()._for_call({"tools": [*TOOL_DICTS], "parallel_tool_calls": True, **options})
 
 
 async def test_calls_of_tools(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -18,19 +18,14 @@ from langchain_card.serve import Settings
 from langchain_card.serve.service import Service
 from tests.support.played import make_pair, played
 from tests.support.scripted import JOKE, PARAMETERS, Joke, add, weather
-from tests.support.served import NAME, ask, rounded, says, served
-from tests.text.test_tool_grammar import ADD, JSON, TOOLS, F, G
+from tests.support.served import CARD, NAME, ask, rounded, says, served
+from tests.support.tool_calls import ADD, CALLED, JSON, TOOL_DICTS, F, G
+from tests.support.vocabularies import THINKS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*is experimental")]
 
-CALLED = [("add", {"a": 1, "b": -2}), ("weather", {"place": "Ō\n"})]
-CARD = {"schedule", "tokens_per_second", "mean_accepted_length", "hit_rate", "accepted_by_source", "seed", "lossy"}
 STATS = {"rounds", "output_tokens", "accepted", "mean_accepted_length", "acceptance_rate", "hit_rate", "schedule"}
 STATS |= {"lossy", "seconds", "target_busy_seconds", "draft_busy_seconds"}
-THINKS = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
-    "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +193,7 @@ def test_what_changes_nothing_is_ignored(model: CARDChatModel, client: openai.Op
 @pytest.mark.parametrize("answer", ["abcabcabcabcabc", f"<think>I see.</think>So.\n{F}"])
 def test_streams_tell_who_proposed_each_token(model: CARDChatModel, client: openai.OpenAI, answer: str) -> None:
     with says(model, answer):
-        chunks = streamed(client, tools=TOOLS, extra_body={"card": True})
+        chunks = streamed(client, tools=TOOL_DICTS, extra_body={"card": True})
     begin, *others, end = chunks
     tokens = [token for chunk in others for token in chunk.card["tokens"]]
     assert "".join(token["text"] for token in tokens) == answer and len(tokens) == len(answer) + 1
@@ -222,8 +217,8 @@ def test_calls(model: CARDChatModel, client: openai.OpenAI) -> None:
     answers = {"So.": ("So.", []), F: ("", CALLED[:1]), f"So.\n{F}\n{G}": ("So.", CALLED)}
     for answer, (text, wanted) in answers.items():
         with says(model, answer):
-            whole = client.chat.completions.create(**ask(tools=TOOLS, parallel_tool_calls=True)).choices[0]
-            _, said, calls, reason = joined(streamed(client, tools=TOOLS, parallel_tool_calls=True))
+            whole = client.chat.completions.create(**ask(tools=TOOL_DICTS, parallel_tool_calls=True)).choices[0]
+            _, said, calls, reason = joined(streamed(client, tools=TOOL_DICTS, parallel_tool_calls=True))
         assert (whole.message.content or "", made(whole.message.tool_calls)) == (text, wanted)
         assert (said, [(name, json.loads(arguments)) for name, arguments in calls]) == (text, wanted)
         assert whole.finish_reason == reason == ("tool_calls" if wanted else "stop")
@@ -240,7 +235,7 @@ def test_calls(model: CARDChatModel, client: openai.OpenAI) -> None:
     ],
 )
 def test_choices_are_enforced(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
-    options = ask(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=100)
+    options = ask(tools=TOOL_DICTS, tool_choice=choice, parallel_tool_calls=False, max_tokens=100)
     message = client.chat.completions.create(**options).choices[0].message
     found = {name for name, _ in made(message.tool_calls)}
     assert found <= names and len(found) == bool(names)
@@ -248,8 +243,8 @@ def test_choices_are_enforced(client: openai.OpenAI, choice: Any, names: set[str
 
 def test_a_call_that_a_stop_string_cuts_is_none(model: CARDChatModel, client: openai.OpenAI) -> None:
     with says(model, f"So. {F}"):
-        whole = client.chat.completions.create(**ask(tools=TOOLS, stop='"b"')).choices[0]
-        _, _, calls, reason = joined(streamed(client, tools=TOOLS, stop='"b"'))
+        whole = client.chat.completions.create(**ask(tools=TOOL_DICTS, stop='"b"')).choices[0]
+        _, _, calls, reason = joined(streamed(client, tools=TOOL_DICTS, stop='"b"'))
     assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("So.", None, "stop")
     ((name, arguments),) = calls
     assert (name, reason) == ("add", "stop")

@@ -10,9 +10,8 @@ import pytest
 
 from langchain_card import CARDChatModel
 from langchain_card.models.tokenizer import token_bytes
-from tests.serve.openai.test_clients import CARD
 from tests.support.played import make_pair
-from tests.support.served import NAME, rounded, says, served
+from tests.support.served import CARD, NAME, rounded, says, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,8 +10,8 @@ from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 
 from langchain_card import CARDChatModel
-from tests.chat.test_langchain_suite import OF_QUALITY, Answers
 from tests.support import tiny
+from tests.support.langchain_suite import OF_QUALITY, Answers
 from tests.support.served import NAME, served
 
 pytestmark = pytest.mark.filterwarnings(

@@ -16,10 +16,10 @@ from langchain_card.engine.generation import Generation
 from langchain_card.errors import EngineError
 from langchain_card.serve import Settings, create_app, page
 from langchain_card.serve.page import PAGE_PATHS
-from tests.serve.test_answers import CHAT, num_open
 from tests.support.browsed import Tab, needs_chromium, started
 from tests.support.played import make_pair
-from tests.support.served import NAME, ask, error_of, says, served, until
+from tests.support.processes import wait_until
+from tests.support.served import CHAT, NAME, ask, error_of, num_open, says, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -183,7 +183,7 @@ def test_answers_that_fail_in_the_middle(
         alert = tab.log.get_by_role("alert")
         for number in (1, 2):
             tab.ask("one") if number == 1 else alert.get_by_role("button").click()
-            until(lambda: len(tab.said()) > 20)
+            wait_until(lambda: len(tab.said()) > 20)
             found[-1].abort(EngineError("step", 1, "/secret"))
             expect(alert).to_contain_text("The engine could not answer")
             expect(tab.answers).to_have_count(1)
@@ -210,6 +210,6 @@ def test_who_closes_the_tab_frees_the_engine(model: CARDChatModel, browser: Brow
     with served(model) as url, says(model, TALE):
         tab = Tab(browser, url)
         tab.ask("Q")
-        until(lambda: num_open(model) == 1)
+        wait_until(lambda: num_open(model) == 1)
         tab.page.close()
-        assert until(lambda: num_open(model) == 0) < 2.0
+        assert wait_until(lambda: num_open(model) == 0) < 2.0

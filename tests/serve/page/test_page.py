@@ -10,12 +10,11 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from langchain_card import CARDChatModel, Limits
-from tests.serve.openai.test_clients import THINKS
-from tests.serve.test_answers import CHAT, LONG, body, num_open, posted
-from tests.serve.test_guard import numbers
 from tests.support.browsed import Tab, needs_chromium, started
 from tests.support.played import make_pair
-from tests.support.served import NAME, says, served, until
+from tests.support.processes import wait_until
+from tests.support.served import CHAT, LONG, NAME, body, num_open, numbers, posted, says, served
+from tests.support.vocabularies import THINKS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_chromium]
 
@@ -69,7 +68,7 @@ def test_tokens_stream(model: CARDChatModel, browser: Browser) -> None:
         assert tab.said() == TALE
         expect(tab.button).to_have_text("Send")
         with httpx.Client(base_url=url) as http:
-            until(lambda: ("output_tokens_total",) in numbers(http))
+            wait_until(lambda: ("output_tokens_total",) in numbers(http))
             accepted = {key[1]: of for key, of in numbers(http).items() if key[0] == "accepted_tokens_total"}
             total = numbers(http)["output_tokens_total",]
         assert tab.tinted() == accepted and sum(accepted.values()) > 100
@@ -85,11 +84,11 @@ def test_what_is_stopped_stays(model: CARDChatModel, tab: Tab, how: str) -> None
     prompts: list[str] = []
     with says(model, SAGA, prompts):
         tab.ask("one")
-        until(lambda: len(tab.said()) > 20)
+        wait_until(lambda: len(tab.said()) > 20)
         expect(tab.page.locator("#speed")).to_have_text(re.compile(r"\d"))
         assert num_open(model) == 1
         tab.button.click() if how == "button" else tab.page.keyboard.press(how)
-        assert until(lambda: num_open(model) == 0) < 2.0
+        assert wait_until(lambda: num_open(model) == 0) < 2.0
     expect(tab.notes).to_contain_text("Stopped")
     expect(tab.button).to_have_text("Send")
     said = tab.said()
@@ -104,11 +103,11 @@ def test_what_is_stopped_stays(model: CARDChatModel, tab: Tab, how: str) -> None
 def test_what_is_stopped_before_it_begins_is_dropped(model: CARDChatModel, url: str, tab: Tab) -> None:
     prompts: list[str] = []
     with posted(url, CHAT, body(CHAT, **LONG)):
-        until(lambda: model.engine.num_running == 1)
+        wait_until(lambda: model.engine.num_running == 1)
         tab.ask("one")
-        until(lambda: num_open(model) == 2)
+        wait_until(lambda: num_open(model) == 2)
         tab.page.keyboard.press("Escape")
-        until(lambda: num_open(model) == 1)
+        wait_until(lambda: num_open(model) == 1)
         expect(tab.answers).to_have_count(0)
         expect(tab.log).to_contain_text("Not answered")
         expect(tab.prompt).to_have_value("one")
@@ -121,11 +120,11 @@ def test_a_new_chat(model: CARDChatModel, tab: Tab) -> None:
     prompts: list[str] = []
     with says(model, TALE, prompts):
         tab.ask("one")
-        until(lambda: len(tab.said()) > 20)
+        wait_until(lambda: len(tab.said()) > 20)
         tab.page.get_by_role("button", name="New chat").click()
         expect(tab.log).to_contain_text("Ask something.")
         expect(tab.answers).to_have_count(0)
-        until(lambda: num_open(model) == 0)
+        wait_until(lambda: num_open(model) == 0)
         assert tab.answered("two") == TALE and prompts[1] == "<user>two\n<ai>"
 
 
@@ -186,7 +185,7 @@ def test_with_the_keyboard_alone(model: CARDChatModel, tab: Tab) -> None:
         keys.press("Shift+Enter")
         keys.type("b")
         keys.press("Enter")
-        until(lambda: len(tab.said()) > 20)
+        wait_until(lambda: len(tab.said()) > 20)
         settings.focus()
         keys.press("Enter")
         expect(tab.page.locator("#settings")).to_be_visible()
@@ -197,7 +196,7 @@ def test_with_the_keyboard_alone(model: CARDChatModel, tab: Tab) -> None:
         keys.press("Tab")
         expect(tab.button).to_be_focused()
         keys.press("Enter")
-        until(lambda: num_open(model) == 0)
+        wait_until(lambda: num_open(model) == 0)
         assert prompts == ["<user>a\nb\n<ai>"]
     settings.focus()
     with says(model, TALE, prompts):
@@ -263,17 +262,17 @@ def test_the_end_stays_in_sight_unless_the_reader_leaves_it(model: CARDChatModel
     left = "log => log.scrollHeight - log.clientHeight - log.scrollTop"
     with says(model, SAGA):
         tab.ask("Q")
-        until(lambda: len(tab.said()) > 1200)
-        until(lambda: tab.log.evaluate(left) < 60)
+        wait_until(lambda: len(tab.said()) > 1200)
+        wait_until(lambda: tab.log.evaluate(left) < 60)
         tab.log.hover()
         tab.page.mouse.wheel(0, -400)
-        until(lambda: tab.log.evaluate(left) > 300)
+        wait_until(lambda: tab.log.evaluate(left) > 300)
         place = tab.log.evaluate("log => log.scrollTop")
-        until(lambda: len(tab.said()) > 2000)
+        wait_until(lambda: len(tab.said()) > 2000)
         assert tab.log.evaluate("log => log.scrollTop") == place
-        until(lambda: tab.page.mouse.wheel(0, 100_000) or tab.log.evaluate(left) < 60)
+        wait_until(lambda: tab.page.mouse.wheel(0, 100_000) or tab.log.evaluate(left) < 60)
         length = len(tab.said())
-        until(lambda: len(tab.said()) > length + 500)
-        until(lambda: tab.log.evaluate(left) < 60)
+        wait_until(lambda: len(tab.said()) > length + 500)
+        wait_until(lambda: tab.log.evaluate(left) < 60)
         tab.page.keyboard.press("Escape")
-        until(lambda: num_open(model) == 0)
+        wait_until(lambda: num_open(model) == 0)

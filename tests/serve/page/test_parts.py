@@ -12,7 +12,8 @@ from playwright.sync_api import expect
 from langchain_card import CARDChatModel
 from tests.support.browsed import Tab, needs_chromium, started
 from tests.support.played import make_pair
-from tests.support.served import says, served, until
+from tests.support.processes import wait_until
+from tests.support.served import says, served
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_chromium]
 
@@ -101,7 +102,7 @@ def test_escape_stops_where_there_are_no_popovers(model: CARDChatModel, tab: Tab
     }""")
     with says(model, TALE):
         tab.ask("Q")
-        until(lambda: len(tab.said()) > 20)
+        wait_until(lambda: len(tab.said()) > 20)
         tab.page.keyboard.press("Escape")
         expect(tab.notes.last).to_contain_text("Stopped")
     tab.page.reload()
