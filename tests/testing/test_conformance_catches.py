@@ -308,7 +308,7 @@ def test_wrong_sums_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_open_fences_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a drafter says enters the cache."""
-    monkeypatch.setattr(DrafterState, "_admits", lambda *_: True)
+    monkeypatch.setattr(DrafterState, "_passes_fences", lambda *_: True)
     with pytest.raises(EngineError):
         Suite().test_lies_change_nothing("out of the vocabulary")
 
