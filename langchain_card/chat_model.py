@@ -27,11 +27,10 @@ from langchain_card.chat.error_mapping import answering, langchain_errors
 from langchain_card.chat.progress import ConsoleProgress
 from langchain_card.chat.readers import Consumer, EventStreams
 from langchain_card.chat.reasoning import thinking_of
-from langchain_card.chat.siblings import Siblings
 from langchain_card.chat.structured import ToolsAndSchemas
 from langchain_card.constraints.json_schema import ANY_OBJECT
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine.shared import EngineLease
+from langchain_card.engine.shared import EngineLease, EngineLeases
 from langchain_card.errors import CARDError
 from langchain_card.text.prompt import encode, to_conversation
 from langchain_card.text.tool_form import tool_form
@@ -79,7 +78,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
     model_config = ConfigDict(extra="forbid")  # said again, because the last base's would hold
 
     _lease: EngineLease = PrivateAttr()
-    _siblings: Siblings = PrivateAttr(default_factory=Siblings)
+    _other_leases: EngineLeases = PrivateAttr(default_factory=EngineLeases)
     _consumer: Consumer | None = PrivateAttr(default=None)
 
     # Construction: everything that can be wrong without weights is found here.
@@ -111,7 +110,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
     def close(self) -> None:
         """Gives the engine back; the last user's answers end and the memory is freed. May be called twice."""
         self._lease.close()
-        self._siblings.close()
+        self._other_leases.close()
 
     @property
     def engine(self) -> Engine:
@@ -127,7 +126,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied._lease, copied._siblings = EngineLease(self._lease.config), Siblings()
+        copied._lease, copied._other_leases = EngineLease(self._lease.config), EngineLeases()
         return copied
 
     def _engine(self, progress: Progress | None = None) -> Engine:
@@ -157,10 +156,10 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
         draft = rest.pop("draft_model", self.draft_model)
         if (model, draft) == (self.model, self.draft_model):
             return self, rest
-        sibling = self.model_copy(update={"model": model, "draft_model": draft})
-        sibling._check_models()
-        sibling._lease = self._siblings.lease(sibling._engine_config())
-        return sibling, rest
+        other = self.model_copy(update={"model": model, "draft_model": draft})
+        other._check_models()
+        other._lease = self._other_leases.lease(other._engine_config())
+        return other, rest
 
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
@@ -272,5 +271,5 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
     @override
     def for_consumer(self, consumer: Consumer) -> Self:
         reader = copy.copy(self)
-        reader._lease, reader._siblings, reader._consumer = self._lease, self._siblings, consumer
+        reader._lease, reader._other_leases, reader._consumer = self._lease, self._other_leases, consumer
         return reader
