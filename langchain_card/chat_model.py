@@ -20,12 +20,11 @@ from pydantic import ConfigDict, PrivateAttr, model_validator
 from typing_extensions import Self, override
 
 from langchain_card._version import __version__
-from langchain_card.chat.answer import Answer, consuming, consuming_in_task
+from langchain_card.chat.answer import Answer, AnswerConsumer, consuming, consuming_in_task
 from langchain_card.chat.answer_shape import answer_shape, named_by_user
 from langchain_card.chat.batches import Batches, join_group
 from langchain_card.chat.error_mapping import answering, langchain_errors
 from langchain_card.chat.progress import ConsoleProgress
-from langchain_card.chat.readers import Consumer, EventStreams
 from langchain_card.chat.reasoning import thinking_of
 from langchain_card.chat.structured import ToolsAndSchemas
 from langchain_card.constraints.json_schema import ANY_OBJECT
@@ -47,7 +46,7 @@ def _threads(purpose: str, process_id: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"card-{purpose}")
 
 
-class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
+class CARDChatModel(ToolsAndSchemas, Batches):
     r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
 
     ```python
@@ -79,7 +78,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
 
     _lease: EngineLease = PrivateAttr()
     _other_leases: EngineLeases = PrivateAttr(default_factory=EngineLeases)
-    _consumer: Consumer | None = PrivateAttr(default=None)
+    _consumer: AnswerConsumer | None = PrivateAttr(default=None)
 
     # Construction: everything that can be wrong without weights is found here.
 
@@ -268,8 +267,8 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
-    @override
-    def for_consumer(self, consumer: Consumer) -> Self:
-        reader = copy.copy(self)
-        reader._lease, reader._other_leases, reader._consumer = self._lease, self._other_leases, consumer
-        return reader
+    def for_consumer(self, consumer: AnswerConsumer) -> Self:
+        """Return a copy, with the same leases, that adds its answers to a consumer."""
+        copied = copy.copy(self)
+        copied._lease, copied._other_leases, copied._consumer = self._lease, self._other_leases, consumer
+        return copied

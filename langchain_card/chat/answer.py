@@ -18,7 +18,7 @@ from langchain_card.chat.reasoning import Thoughts, hidden_marks, thinking_of
 from langchain_card.core.messages import TokenLogprob
 from langchain_card.core.request import FinishReason, RequestStats
 from langchain_card.engine.generation import Completion, Generation
-from langchain_card.errors import GenerationTimeoutError
+from langchain_card.errors import GenerationAbortedError, GenerationTimeoutError
 from langchain_card.models.tokenizer import token_bytes
 from langchain_card.text.call_reader import CallPart, CallReader, Part
 from langchain_card.text.detokenizer import Piece
@@ -74,6 +74,30 @@ def _expire(generation: Generation, timeout: float) -> None:
     hint = "raise timeout or lower max_tokens"
     limit = "the answer was not complete after so many seconds"
     generation.abort(GenerationTimeoutError("timeout", timeout, limit, hint))
+
+
+class AnswerConsumer:
+    """A consumer of one or several answers; when it leaves, all of them are aborted.
+
+    Attributes:
+        generations: the answers that the engine has accepted.
+    """
+
+    def __init__(self) -> None:
+        self._left = False
+        self.generations: list[Generation] = []
+
+    def reads(self, generation: Generation) -> None:
+        """Add an answer; it is aborted at once if the consumer has left."""
+        self.generations.append(generation)
+        if self._left:
+            self.leave()
+
+    def leave(self) -> None:
+        """Abort all answers. Callable on any thread."""
+        self._left = True
+        for generation in [*self.generations]:
+            generation.abort(GenerationAbortedError("request", generation.request.request_id, "its reader has left"))
 
 
 class Answer:
