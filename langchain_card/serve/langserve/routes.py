@@ -64,7 +64,8 @@ def remote_routes(service: Service) -> APIRouter:
     async def stream_events(body: LogRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
         reader = service.reader(request, consumer := AnswerConsumer())
-        events = reader.astream_events(body.input, version="v2", **body.filters, **body.options)
+        options: dict[str, Any] = {**body.filters, **body.options}
+        events = reader.astream_events(body.input, version="v2", **options)
         items = _named(events, hold=1)
         return await Exchange(service, request, items, consumer, "input").stream(list, WIRE)
 
