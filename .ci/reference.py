@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import inspect
 import os
@@ -19,6 +20,7 @@ from mkdocs.exceptions import PluginError
 from langchain_card import CARDChatModel, cli, errors
 from langchain_card.chat import answer, field_docs, sampling_options
 from langchain_card.chat import error_mapping as boundary
+from langchain_card.config import Limits
 from langchain_card.core.request import RequestStats
 from langchain_card.serve import error_bodies as problems
 from langchain_card.serve import metrics
@@ -81,6 +83,13 @@ def fields() -> str:
     return table("field | type | default | meaning", lines)
 
 
+def limits() -> str:
+    """Return the table of the fields of `Limits`."""
+    words = field_docs.attribute_docs(Limits)
+    names = ((field.name, field.default) for field in dataclasses.fields(Limits))
+    return table("bound | default | meaning", ((code(name), code(default), words[name]) for name, default in names))
+
+
 def calls() -> str:
     """What a call may say."""
     own = sampling_options.SamplingOptions.model_fields
@@ -91,8 +100,7 @@ def calls() -> str:
 
 def card() -> str:
     """The keys of `response_metadata["card"]`, in the words of `RequestStats` where they are the same."""
-    section = inspect.cleandoc(RequestStats.__doc__ or "").partition("Attributes:\n")[2]
-    words = dict(re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", section, re.MULTILINE))
+    words = field_docs.attribute_docs(RequestStats)
     words |= {name: each.__doc__ for name, each in vars(RequestStats).items() if isinstance(each, property)}
     keys = answer.statistics(RequestStats(lossy=True), seed=0)
     return table("key | meaning", ((code(key), CARD_WORDS.get(key) or words.get(key, "")) for key in keys))
@@ -173,6 +181,6 @@ def module_tables() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "fields": fields, "calls": calls, "card": card, "metrics": counted, "errors": error_table, "commands": commands,
-    "modules": module_tables,
+    "fields": fields, "limits": limits, "calls": calls, "card": card, "metrics": counted, "errors": error_table,
+    "commands": commands, "modules": module_tables,
 }  # fmt: skip

@@ -1,7 +1,7 @@
-"""Local chat models that decode with a draft and a target at once, in the target's own words.
+"""Local chat models that decode with a draft and a target model at once; answers are the target's own.
 
-`CARDChatModel` is the LangChain chat model, `Engine` the same without LangChain. Both are imported when first used,
-so that importing the package costs nothing and the engine runs where LangChain is not installed.
+`CARDChatModel` is the LangChain chat model, `Engine` the engine without LangChain. Both are imported at first use, so
+that importing the package is cheap and the engine runs where LangChain is not installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
     from langchain_card.errors import CARDError
 
-_HOMES = {
+_MODULES = {
     "CARDChatModel": "chat_model",
     "CARDError": "errors",
     "Engine": "engine.engine",
@@ -31,11 +31,11 @@ __all__ = ["CARDChatModel", "CARDError", "Engine", "EngineConfig", "Limits", "Pi
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

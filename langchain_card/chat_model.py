@@ -20,18 +20,16 @@ from pydantic import ConfigDict, PrivateAttr, model_validator
 from typing_extensions import Self, override
 
 from langchain_card._version import __version__
-from langchain_card.chat.answer import Answer, consuming, consuming_in_task
+from langchain_card.chat.answer import Answer, AnswerConsumer, consuming, consuming_in_task
 from langchain_card.chat.answer_shape import answer_shape, named_by_user
 from langchain_card.chat.batches import Batches, join_group
 from langchain_card.chat.error_mapping import answering, langchain_errors
 from langchain_card.chat.progress import ConsoleProgress
-from langchain_card.chat.readers import Consumer, EventStreams
 from langchain_card.chat.reasoning import thinking_of
-from langchain_card.chat.siblings import Siblings
 from langchain_card.chat.structured import ToolsAndSchemas
 from langchain_card.constraints.json_schema import ANY_OBJECT
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine.shared import EngineLease
+from langchain_card.engine.shared import EngineLease, EngineLeases
 from langchain_card.errors import CARDError
 from langchain_card.text.prompt import encode, to_conversation
 from langchain_card.text.tool_form import tool_form
@@ -44,12 +42,12 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _threads(purpose: str, process_id: int) -> ThreadPoolExecutor:
-    """Where async calls prepare their prompts: off the loop, not in its own few threads, and not in a parent's."""
+    """Return the threads that prepare prompts of async calls; a forked process has its own."""
     return ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"card-{purpose}")
 
 
-class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
-    r"""A local chat model that drafts and verifies at once and answers in the target model's own words.
+class CARDChatModel(ToolsAndSchemas, Batches):
+    r"""A local chat model that drafts and verifies at once; its answers are the target model's own.
 
     ```python
     from langchain_card import CARDChatModel
@@ -59,30 +57,30 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
     ```
 
     Weights are loaded at first use, or by `load()`. Instances with equal models, devices and number formats share one
-    engine in a process, whatever their schedule and sampling. An instance gives the engine back on `close()`, at the
-    end of a `with` block, or when it is garbage; the last one frees the memory. Safe to use from many threads and
-    event loops.
+    engine in a process, whatever their schedule and sampling. An instance releases the engine on `close()`, at the end
+    of a `with` block, or when it is garbage; the last one frees the memory. It may be used from many threads and event
+    loops.
 
-    A call may override what says how an answer is decoded: `schedule`, `max_tokens`, `temperature`, `seed`, `stop`,
-    `top_k`, `top_p`, `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs` and `tenant`:
+    A call may override the decoding options: `schedule`, `max_tokens`, `temperature`, `seed`, `stop`, `top_k`, `top_p`,
+    `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs` and `tenant`:
     `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`. It may also name other models:
-    `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; what it loads is kept until `close()`. An
-    option that is None leaves the field's value, but for `draft_model=None`, which is plain decoding.
+    `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; they stay loaded until `close()`. An option
+    that is None leaves the field's value, except for `draft_model=None`, which is plain decoding.
 
-    What goes wrong in a call is raised as an error of `langchain_card.errors` that is also an instance of one of
-    langchain-core's `ModelError`s, such as `ContextOverflowError`.
+    Errors of a call are those of `langchain_card.errors`; each is also an instance of one of langchain-core's
+    `ModelError`s, such as `ContextOverflowError`.
 
     Raises:
-        pydantic.ValidationError: a field is misspelt or breaks a limit; no weights were touched.
+        pydantic.ValidationError: a field is misspelt or breaks a limit; no weights were loaded.
     """
 
-    model_config = ConfigDict(extra="forbid")  # said again, because the last base's would hold
+    model_config = ConfigDict(extra="forbid")  # repeated, because the last base class would decide
 
     _lease: EngineLease = PrivateAttr()
-    _siblings: Siblings = PrivateAttr(default_factory=Siblings)
-    _consumer: Consumer | None = PrivateAttr(default=None)
+    _other_leases: EngineLeases = PrivateAttr(default_factory=EngineLeases)
+    _consumer: AnswerConsumer | None = PrivateAttr(default=None)
 
-    # Construction: everything that can be wrong without weights is found here.
+    # Construction: everything is checked that can be checked without weights.
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -90,32 +88,32 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
             self._add_version("langchain-card", __version__)
         self._check_models()
         self.sampling_params(None, {})
-        if getattr(self, "_lease", None) is None:  # pydantic asks again when the model becomes a field of another
+        if getattr(self, "_lease", None) is None:  # pydantic validates again when the model becomes a field
             self._lease = EngineLease(self._engine_config())
         return self
 
-    # The engine's life.
+    # The engine: loading and closing.
 
     def load(self, progress: Progress | None = None) -> Self:
-        """Downloads, converts and loads what is not there yet, and holds it until `close()`; returns the model itself.
+        """Download, convert and load the models, and keep them until `close()`; return this chat model.
 
         With `configurable_fields` LangChain makes a new instance per call: a loaded first one keeps the weights alive.
 
         Args:
-            progress: told about downloads and conversions; by default they show on standard error.
+            progress: receives the progress of downloads and conversions; by default it is shown on standard error.
         """
         with langchain_errors():
             self._engine(progress)
         return self
 
     def close(self) -> None:
-        """Gives the engine back; the last user's answers end and the memory is freed. May be called twice."""
+        """Release the engine; its last user aborts running answers and frees the memory. It may be called twice."""
         self._lease.close()
-        self._siblings.close()
+        self._other_leases.close()
 
     @property
     def engine(self) -> Engine:
-        """The engine that answers, loaded if need be: for prompts that are no messages. `close` gives it back."""
+        """The engine, loaded if needed, for prompts that are not messages. `close` releases it."""
         with langchain_errors():
             return self._engine()
 
@@ -127,7 +125,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied._lease, copied._siblings = EngineLease(self._lease.config), Siblings()
+        copied._lease, copied._other_leases = EngineLease(self._lease.config), EngineLeases()
         return copied
 
     def _engine(self, progress: Progress | None = None) -> Engine:
@@ -143,7 +141,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
 
     @override
     def _announce(self, count: int, options: Mapping[str, Any]) -> None:
-        with contextlib.suppress(CARDError):  # each item says what is wrong with its model
+        with contextlib.suppress(CARDError):  # each item raises its own error
             self._for_call(options)[0]._lease.announce(count)
 
     @override
@@ -151,21 +149,21 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
         return max(super()._concurrency(), 2 * self.limits.num_seqs)
 
     def _for_call(self, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """The model that answers a call, this one unless the options name another, and the other options."""
+        """Return the chat model for a call, this one unless the options name other models, and the other options."""
         rest = dict(options)
         model = rest.pop("model", None) or self.model
         draft = rest.pop("draft_model", self.draft_model)
         if (model, draft) == (self.model, self.draft_model):
             return self, rest
-        sibling = self.model_copy(update={"model": model, "draft_model": draft})
-        sibling._check_models()
-        sibling._lease = self._siblings.lease(sibling._engine_config())
-        return sibling, rest
+        other = self.model_copy(update={"model": model, "draft_model": draft})
+        other._check_models()
+        other._lease = self._other_leases.lease(other._engine_config())
+        return other, rest
 
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> tuple[Engine, list[int], SamplingParams, AnswerShape]:
-        """The engine, the prompt, how to decode, and what the answer may be."""
+        """Return the engine, the prompt, the sampling parameters and the shape of the answer."""
         params = self.sampling_params(stop, options)
         conversation = to_conversation(messages, self.model)
         engine = self._engine()
@@ -177,9 +175,10 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
         thinking = thinking_of(tokenizer, prompt_ids)
         grammar = answer_grammar(shape, form, tokenizer.get_added_vocab(), thinking)
         if grammar:
-            params = replace(params, grammar=grammar, stop=params.stop if shape.is_free else ())  # they end text
+            stop_strings = params.stop if shape.is_free else ()  # they end text, not documents and calls
+            params = replace(params, grammar=grammar, stop=stop_strings)
             with named_by_user(shape):
-                engine.grammars.check(grammar, params.max_tokens)  # here, because it may take a while
+                engine.grammars.check(grammar, params.max_tokens)  # on this thread, because it may be slow
         return engine, prompt_ids, params, shape
 
     def _start(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
@@ -187,10 +186,10 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
 
     async def _astart(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
         loop = asyncio.get_running_loop()
-        purpose = "load" if self._lease.held is None else "prepare"  # nobody waits for the loading of another model
+        purpose = "load" if self._lease.held is None else "prepare"  # calls do not wait for other models to load
         prepare = functools.partial(contextvars.copy_context().run, self._prepare, messages, stop, options)
         prepared = await loop.run_in_executor(_threads(purpose, os.getpid()), prepare)
-        return self._submit(*prepared)  # on the loop: a cancelled task leaves its thread running
+        return self._submit(*prepared)  # on the loop: the thread of a cancelled task goes on
 
     def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams, shape: AnswerShape) -> Answer:
         generation = engine.submit(prompt_ids, params)
@@ -269,8 +268,8 @@ class CARDChatModel(ToolsAndSchemas, Batches, EventStreams):
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
-    @override
-    def for_consumer(self, consumer: Consumer) -> Self:
-        reader = copy.copy(self)
-        reader._lease, reader._siblings, reader._consumer = self._lease, self._siblings, consumer
-        return reader
+    def for_consumer(self, consumer: AnswerConsumer) -> Self:
+        """Return a copy, with the same leases, that adds its answers to a consumer."""
+        copied = copy.copy(self)
+        copied._lease, copied._other_leases, copied._consumer = self._lease, self._other_leases, consumer
+        return copied

@@ -1,4 +1,4 @@
-"""What an engine is built from, and the bounds that every input is checked against."""
+"""`EngineConfig`: which models run where; `Limits`: bounds for requests; `Pins`: fixed choices of the controller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAY_BE_ZERO = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias",
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds, all checked before a request is queued or while it runs.
+    """Bounds, checked before a request is queued or while it runs.
 
     Attributes:
         max_output_tokens: largest `max_tokens` of a request.
@@ -43,27 +43,27 @@ class Limits:
         max_stop_chars: characters in one stop string.
         max_logit_bias: entries of a request's `logit_bias`.
         max_banned_ids: tokens that a request may ban.
-        max_logprobs: likeliest tokens reported beside each token of an answer.
-        max_grammar_bytes: of one grammar, a JSON schema written out in it.
-        max_grammar_seconds: that a process of its own may take to check one.
-        max_grammar_cache_bytes: of the grammars that are kept compiled; what was used longest ago goes first.
+        max_logprobs: alternatives reported beside each token of an answer.
+        max_grammar_bytes: size of one grammar, its JSON schema included.
+        max_grammar_seconds: time to check one grammar, in a process of its own.
+        max_grammar_cache_bytes: size of all compiled grammars that are kept; the least recently used go first.
         max_tenant_chars: characters in the name of a tenant.
-        max_ngram_bytes: of the text that the n-gram drafter keeps of all tenants; what was used longest ago goes first.
-        max_queue: requests waiting at once.
-        max_num_seqs: requests decoded at once; None for as many, up to 16, as half of the free memory has room for, and
-            for one where `exact` is `"strict"`, whose steps cost as much as all of them.
-        max_step_rows: rows of one target pass: the windows of all requests, and what is left for prompts to be read.
+        max_ngram_bytes: text that the n-gram drafter keeps, of all tenants; the least recently used goes first.
+        max_queue: requests that wait at once.
+        max_num_seqs: requests decoded at once. None: up to 16, as many as half of the free memory holds; one if `exact`
+            is `"strict"`, where a step always costs as much as a full batch.
+        max_step_rows: rows of one target pass: the windows of all requests; what is left is used to read prompts.
         max_window: rows of one verification, the last committed token included.
-        max_lead: candidate depth at which a drafter is given no more steps; those under way then may add as much again.
+        max_lead: depth of candidates at which a drafter gets no more steps; granted steps may go on for as much again.
         max_draft_width: candidates that one draft step expands at most.
-        max_tree_nodes: candidates per request; dead ones are swept out beyond it, more than twice as many refused.
+        max_tree_nodes: candidates per request. Above it dead ones are removed; above twice that, new ones are refused.
         max_unread: tokens that may wait for a slow consumer before its request is paused.
-        max_failures: target steps in a row that may fail with one request before it fails, alone when `max_deaths` is
-            not less.
-        max_deaths: deaths of one worker within `deaths_seconds` before it is given up.
-        deaths_seconds: see `max_deaths`.
-        silence_seconds: after which an isolated engine that says nothing is ended and started again.
-        restart_seconds: pause before a worker that died starts again; doubles with every further death.
+        max_failures: target steps in a row that may fail with one request before that request fails. It fails alone if
+            `max_deaths` is not smaller.
+        max_deaths: deaths of one worker within `deaths_seconds` after which it is not restarted.
+        deaths_seconds: period in which `max_deaths` counts.
+        silence_seconds: time after which an isolated engine that reports nothing is killed and restarted.
+        restart_seconds: pause before a dead worker is restarted; it doubles with every further death.
     """
 
     max_output_tokens: int = 32_768
@@ -103,18 +103,18 @@ class Limits:
 
     @property
     def num_seqs(self) -> int:
-        """`max_num_seqs`, which an engine fills in; one where nobody did."""
+        """`max_num_seqs` once the engine has set it, else 1."""
         return self.max_num_seqs or 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Choices that are made here and not by the controller; None leaves one to it.
+    """Fixed values for choices of the controller; None leaves a choice to it.
 
     Attributes:
-        draft_width: candidates that a draft step expands, if there are so many.
-        window: rows of a verification, the last committed token included, if there are so many candidates.
-        lead: depth of candidates for which a round waits, or drafts, before it verifies.
+        draft_width: candidates that one draft step expands, if there are so many.
+        window: rows of one verification, the last committed token included, if there are so many candidates.
+        lead: depth of candidates that a round waits for, or drafts, before it verifies.
     """
 
     draft_width: int | None = None
@@ -129,11 +129,11 @@ class Pins:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One drafter of a stack.
+    """A drafter of a stack.
 
     Attributes:
-        spec: a model's name, or a drafter that needs none, with its options.
-        block: candidates that the level above asks it for at a time.
+        spec: name of a model or of a drafter that needs none, with its options.
+        block: candidates that the level above requests from it at a time.
     """
 
     spec: str
@@ -141,7 +141,7 @@ class Level:
 
     @classmethod
     def read(cls, text: str) -> Level:
-        """Of a spec that may have the option `block`; what needs no model costs little, and is asked for more."""
+        """Parse a spec; without the option `block`, a model gives 4 candidates at a time and any other drafter 8."""
         spec, block = plugins.take_option(text, "block")
         if block is None:
             block = 8 if plugins.is_known("drafters", spec) else 4
@@ -150,52 +150,53 @@ class Level:
 
     @property
     def is_model(self) -> bool:
-        """Whether a model is loaded for it."""
+        """Whether this level loads a model."""
         return not plugins.is_known("drafters", self.spec)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Which weights run where. Equal configurations share one engine in a process.
+    """Which models run where, and how. Equal configurations share one engine in a process.
 
     Attributes:
-        model: the target: hub id, folder with safetensors, GGUF file or built-in name.
-        draft_model: the draft, likewise; or the name of a drafter that needs no model, such as `"ngram"`; None for
-            plain decoding, without any drafter.
-        device: of the target: `"auto"` (CUDA when there is one, else CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...; or
-            several, `"cuda:0,cuda:1"`, over which its layers are spread.
-        draft_device: of the draft; `"auto"` is a CUDA device that the target leaves free, else the target's.
+        model: the target model: a built-in name, a hub id, a folder with safetensors, or a GGUF file.
+        draft_model: the draft model, named like `model`; or a drafter that needs no model, such as `"ngram"` (lookup in
+            earlier text); None for plain decoding, without any drafter.
+        device: device of the target: `"auto"` (CUDA if there is one, else the CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...;
+            or several, such as `"cuda:0,cuda:1"`, over which its layers are spread.
+        draft_device: device of the draft model; `"auto"` is a CUDA device without the target, else the target's.
         draft_transport: where the draft model runs: on a `"thread"` of this process, or in a `"process"` of its own,
-            which alone loads its weights; `"auto"` is a process when each model has a CUDA device of its own. Plug-ins
-            whose steps cost device time go to a process where `"process"` is asked for.
-        dtype: of weights and KV; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
-        quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 when the model is a built-in
-            one on a CPU, None for none; or a transformers quantization config as a JSON object, such as
-            `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are quantized already
+            which alone loads its weights; `"auto"` is a process if each model has a CUDA device of its own. With
+            `"process"`, plug-in drafters whose steps cost device time run in processes, too.
+        dtype: number format of weights and KV cache; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
+        quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 with built-in models on a CPU,
+            None for none; or a transformers quantization config as a JSON object, such as
+            `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are already quantized
             (`quantization_config` in their config.json) stay as they are.
-        isolate: whether all of it runs in a process of its own: when that dies it is started again, and every request
-            goes on where it was.
-        drafters: those that work beside the draft, on the same tree: names, perhaps with options, as
-            `"ngram?table=code.ngrams"`; what is built in and what packages add (docs/plugins.md). None for n-grams,
-            which then work below a draft model as well, where it lives in this process and `stack` names nothing else.
-            Without a draft there are none; one that `draft_model` names has the options that it names there.
-        acceptance: the rule by which candidates become the answer: `"exact"`, or one that is **lossy**, such as
-            `"loose"` or `"loose?reading=paper&threshold=0.2&window=8"` (`acceptance/loose.py`): then the answer may
-            not be what the target would have written. A lossy rule takes trusted drafters only (`ports.Drafter`), and
-            no steering.
-        steering: a transform of the target's logits, by name and perhaps with options; None for none. The answer is
-            that of the steered target. What packages add (`ports.Steering`).
-        stack: drafters below the draft model, from the top, each queried by the one above it: names of models or, as
-            the last, of a drafter that needs none; with `?block=4` the one above asks for four candidates at a time.
-            `langchain-card plan` finds out which stack pays.
+        isolate: whether models and engine run in a process of their own. If that process dies it is restarted, and
+            every answer continues where it stopped.
+        drafters: drafters that work beside the draft model, on the same tree: names, perhaps with options, such as
+            `"ngram?table=code.ngrams"`; built in or from packages (docs/plugins.md); `()` for none. None for n-grams,
+            which then also work below a draft model in this process if `stack` is empty. Without a `draft_model` there
+            are none; a drafter named as `draft_model` uses the options given there.
+        acceptance: the rule by which candidates become the answer: `"exact"`, or a **lossy** one, such as `"loose"` or
+            `"loose?reading=paper&threshold=0.2&window=8"`: then the answer may differ from what the target would have
+            written (docs/concepts/loose.md). A lossy rule allows only trusted drafters (`ports.Drafter`), and no
+            steering.
+        steering: a transform of the target's logits, applied before everything else: a name from a package, perhaps
+            with options (docs/concepts/steering.md); None for none. The answer is that of the steered target.
+        stack: drafters below the draft model, from the top, each queried by the one above it: names of models; the last
+            may be a drafter that needs none, such as `"ngram"`. With `"ngram?block=12"` the one above requests twelve
+            candidates at a time. `langchain-card plan` measures which stack pays.
         exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
             `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
-            same engine bit for bit; candidates are chains then. What `"default"` promises: docs/concepts/exactness.md.
-        execution: of steps on CUDA: `"graphs"`, which is `"auto"`, captures them, `"compiled"` compiles the layers as
-            well, `"eager"` does neither. On a CPU it changes nothing: steps take rows of any shape.
-        max_model_len: positions per sequence, prompt and answer together; None for the model's own, at most 8,192.
-        limits: bounds for requests.
-        pins: choices that are not left to the controller.
+            same engine bit for bit; candidates are then chains. `"default"`: see docs/concepts/exactness.md.
+        execution: how steps run on CUDA: `"graphs"` captures them, `"compiled"` also compiles the layers, `"eager"`
+            does neither; `"auto"` is `"graphs"`. It has no effect on a CPU.
+        max_model_len: tokens of prompt, answer and `limits.max_window` candidates together; None for the model's own
+            limit, at most 8,192.
+        limits: bounds for requests, an object of `Limits` such as `Limits(max_num_seqs=8)`.
+        pins: fixed values for choices of the controller, an object of `Pins` such as `Pins(window=8)`.
     """
 
     model: str = "qwen2.5-coder-1.5b"
@@ -245,39 +246,41 @@ class EngineConfig:
 
     @property
     def lossy(self) -> bool:
-        """Whether the acceptance rule is: the answer may then not be the target's own."""
+        """Whether the acceptance rule is lossy: the answer may then differ from the target's own."""
         return bool(getattr(plugins.find("acceptance", self.acceptance).factory, "lossy", True))
 
     def execution_on(self, device_type: str) -> str | None:
-        """`execution` as `runtime.runner.ModelRunner` takes it; a CPU's steps keep to what is exact there."""
+        """Return `execution` for `runtime.runner.ModelRunner`: None for its default, and on a CPU."""
         return None if self.execution == "auto" or device_type != "cuda" else self.execution
 
     @property
     def has_draft(self) -> bool:
-        """Whether a draft model is loaded beside the target."""
+        """Whether a draft model is loaded."""
         return self.draft_model is not None and not plugins.is_known("drafters", self.draft_model)
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """`stack`, read."""
+        """The parsed `stack`."""
         return tuple(map(Level.read, self.stack))
 
     @property
     def modelless_drafters(self) -> tuple[str, ...]:
-        """Specs of the drafters that work beside the draft model, or in its place."""
+        """Specs of the drafters that work beside the draft model or instead of it."""
         if self.draft_model is None:
             return ()
         beside = (NGRAM,) if self.drafters is None else self.drafters
         if self.has_draft:
             return beside
-        own = plugins.name_of(self.draft_model)
-        return (self.draft_model, *(spec for spec in beside if plugins.name_of(spec) != own))
+        first = plugins.name_of(self.draft_model)
+        return (self.draft_model, *(spec for spec in beside if plugins.name_of(spec) != first))
 
     def settled(self, *, apart: bool) -> EngineConfig:
-        """The same, with n-grams below the draft model as well, if nobody said where (docs/LOG.md) and both have room.
+        """Return the configuration with n-grams both beside and below the draft model, where both have room.
+
+        That is the default (docs/LOG.md, 2026-11-23); explicit `drafters` or `stack` are kept.
 
         Args:
-            apart: whether the draft model lives in a process of its own, with nothing below it.
+            apart: whether the draft model runs in a process of its own, which allows nothing below it.
         """
         small = self.limits.max_ngram_bytes < 2 * LEAST_NGRAM_BYTES
         if self.drafters is not None or self.stack or apart or small or not self.has_draft:
@@ -286,23 +289,23 @@ class EngineConfig:
 
 
 def lossy_note(acceptance: str) -> str:
-    """What is said wherever a lossy rule comes into force."""
+    """Return the warning that is shown wherever a lossy rule is in force."""
     return f"lossy: with acceptance={acceptance!r} the draft may write where the target would have said something else"
 
 
 def default_model() -> str:
-    """The target where nobody names one: the environment's, else the built-in one."""
+    """Return the default target: the environment's, else the built-in one."""
     return os.environ.get(MODEL_VARIABLE) or EngineConfig().model
 
 
 def default_draft_model() -> str | None:
-    """Likewise the draft; `"none"` in the environment is None."""
-    named = os.environ.get(DRAFT_VARIABLE) or EngineConfig().draft_model
-    return None if named == "none" else named
+    """Return the default draft model: the environment's, with `"none"` for None, else the built-in one."""
+    name = os.environ.get(DRAFT_VARIABLE) or EngineConfig().draft_model
+    return None if name == "none" else name
 
 
 def check_quantization(value: str) -> None:
-    """Raises `InvalidInputError` unless `value` is a known word or a JSON object that names its `quant_method`."""
+    """Raise `InvalidInputError` unless `value` is a known name or a JSON object with a `quant_method`."""
     if not str(value).lstrip().startswith("{"):
         check_choice("quantization", value, ("auto", *QUANTIZATIONS))
         return
@@ -316,7 +319,7 @@ def check_quantization(value: str) -> None:
 
 
 def check_stack(config: EngineConfig) -> None:
-    """Raises `InvalidInputError` where nothing could work below the draft model."""
+    """Raise `InvalidInputError` if the stack cannot work below the draft model."""
     if config.stack and not config.has_draft:
         raise InvalidInputError("stack", config.stack, "works below a draft model", "name one as draft_model")
     if config.stack and config.draft_transport == "process":
@@ -328,7 +331,7 @@ def check_stack(config: EngineConfig) -> None:
 
 
 def check_lossy(config: EngineConfig) -> None:
-    """Raises `InvalidInputError` where a lossy rule would break a promise, or let anybody write the answer."""
+    """Raise `InvalidInputError` if a lossy rule would break a guarantee or let an untrusted drafter write answers."""
     rule = f'the rule "{config.acceptance}"'
     if config.exact == "strict":
         limit = f"{rule} is lossy, which no exactness goes with"

@@ -1,1 +1,1 @@
-"""What `chat_model.CARDChatModel` is made of: LangChain's side, above the engine."""
+"""The parts of `chat_model.CARDChatModel`: LangChain's side, above the engine."""

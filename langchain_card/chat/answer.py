@@ -1,4 +1,4 @@
-"""A running answer as LangChain sees it: chunks, usage, metadata, time-outs and cancellation."""
+"""An answer in LangChain's form: chunks, usage, metadata, time-outs and cancellation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from langchain_card.chat.reasoning import Thoughts, hidden_marks, thinking_of
 from langchain_card.core.messages import TokenLogprob
 from langchain_card.core.request import FinishReason, RequestStats
 from langchain_card.engine.generation import Completion, Generation
-from langchain_card.errors import GenerationTimeoutError
+from langchain_card.errors import GenerationAbortedError, GenerationTimeoutError
 from langchain_card.models.tokenizer import token_bytes
 from langchain_card.text.call_reader import CallPart, CallReader, Part
 from langchain_card.text.detokenizer import Piece
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def consuming(generation: Generation, timeout: float | None) -> Iterator[None]:
-    """Aborts the request when the block is left before its end, or after `timeout` seconds."""
+    """Abort the request if the block is left before the answer's end, or after `timeout` seconds."""
     timer = threading.Timer(timeout, _expire, (generation, timeout)) if timeout is not None else None
     if timer is not None:
         timer.daemon = True
@@ -45,10 +45,10 @@ def consuming(generation: Generation, timeout: float | None) -> Iterator[None]:
 
 @contextmanager
 def consuming_in_task(generation: Generation, timeout: float | None) -> Iterator[None]:
-    """The same on an event loop, without a thread.
+    """Abort the request as `consuming` does, on an event loop and without a thread.
 
     It also aborts when the task that entered the block is cancelled: LangChain's event stream may drop the generator
-    of a cancelled task without closing it, and only a garbage collection would run the `finally` here.
+    of a cancelled task without closing it, so that only a garbage collection would run the `finally` here.
     """
     loop = asyncio.get_running_loop()
     timer = loop.call_later(timeout, _expire, generation, timeout) if timeout is not None else None
@@ -76,40 +76,64 @@ def _expire(generation: Generation, timeout: float) -> None:
     generation.abort(GenerationTimeoutError("timeout", timeout, limit, hint))
 
 
+class AnswerConsumer:
+    """A consumer of one or several answers; when it leaves, all of them are aborted.
+
+    Attributes:
+        generations: the answers that the engine has accepted.
+    """
+
+    def __init__(self) -> None:
+        self._left = False
+        self.generations: list[Generation] = []
+
+    def reads(self, generation: Generation) -> None:
+        """Add an answer; it is aborted at once if the consumer has left."""
+        self.generations.append(generation)
+        if self._left:
+            self.leave()
+
+    def leave(self) -> None:
+        """Abort all answers. Callable on any thread."""
+        self._left = True
+        for generation in [*self.generations]:
+            generation.abort(GenerationAbortedError("request", generation.request.request_id, "its reader has left"))
+
+
 class Answer:
-    """An answer that is being written.
+    """Messages and chunks made from a generation.
 
     Args:
-        generation: which writes it.
-        model: name of the target.
-        shape: of the answer.
+        generation: the source of the answer's text.
+        model: name of the target, for metadata.
+        shape: the form that the answer has.
     """
 
     def __init__(self, generation: Generation, model: str, shape: AnswerShape) -> None:
         self.generation, self.model = generation, model
         self._tokenizer = generation.tokenizer
         self._thoughts: Thoughts | None = None
-        self._marks: dict[int, str] = {}  # of thoughts, where they are no text
+        self._marks: dict[int, str] = {}  # marks of thoughts that are control tokens
         self._must_call = shape.must_call
         self._reader = CallReader(shape.names, bare=shape.is_free) if shape.tools else None
         self._document = shape.answer["function"]["name"] if shape.answer is not None else None
-        self._in_document = False  # the arguments that come are the answer's text
-        self._thought, self._said = "", ""
+        self._in_document = False  # the call being read is the document: its arguments are the answer's text
+        self._thought, self._content = "", ""
         self._calls: list[ToolCallChunk] = []
         if (thinking := thinking_of(self._tokenizer, generation.request.prompt_ids)) != "never":
             self._thoughts, self._marks = Thoughts(begun=thinking == "begun"), hidden_marks(self._tokenizer)
 
     def chunk(self, piece: Piece) -> ChatGenerationChunk:
-        """One token of a stream; it may be empty."""
+        """Return the chunk for one token of a stream; it may be empty."""
         message = self._take(piece)
         if piece.logprob is not None:
             message.response_metadata = _logprobs([piece.token_id], [piece.logprob], self._tokenizer)
         return ChatGenerationChunk(message=message)
 
     def last_chunk(self) -> ChatGenerationChunk:
-        """The end of a stream: usage and metadata once, because LangChain adds those of all chunks up."""
+        """Return the last chunk of a stream, with usage and metadata: LangChain adds up those of all chunks."""
         message, completion = self._rest(), self.generation.completion()
-        if self._spoilt(completion):
+        if self._incomplete(completion):
             rest = tool_call_chunk(args=BEYOND_REPAIR, index=self._calls[-1]["index"])
             message += AIMessageChunk(content="", tool_call_chunks=[rest])
         message.chunk_position = "last"
@@ -117,7 +141,7 @@ class Answer:
         return ChatGenerationChunk(message=message)
 
     def result(self) -> ChatResult:
-        """The whole answer of a generation that ended."""
+        """Return the whole answer of a generation that has ended."""
         completion = self.generation.completion()
         for piece in completion.pieces:
             self._take(piece)
@@ -125,54 +149,54 @@ class Answer:
         metadata = self._metadata(completion)
         if completion.logprobs:
             metadata |= _logprobs(completion.token_ids, completion.logprobs, self._tokenizer)
-        calls = self._made(completion)
+        calls = self._parsed_calls(completion)
         message = AIMessage(
-            content=self._said,
+            content=self._content,
             additional_kwargs=_reasoning(self._thought),
             tool_calls=calls.tool_calls,
-            invalid_tool_calls=[_shown(call, self._spoilt(completion)) for call in calls.invalid_tool_calls],
+            invalid_tool_calls=[_invalid(call, self._incomplete(completion)) for call in calls.invalid_tool_calls],
             usage_metadata=self._usage(completion),
             response_metadata=metadata,
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _take(self, piece: Piece) -> AIMessageChunk:
-        """What is thought, said and called in a piece of the answer."""
+        """Split a piece of the answer into thought, text and calls."""
         text = piece.text + self._marks.get(piece.token_id, "")
-        thought, said = ("", text) if self._thoughts is None else self._thoughts.push(text)
-        return self._message(thought, [said] if self._reader is None else self._reader.push(said))
+        thought, content = ("", text) if self._thoughts is None else self._thoughts.push(text)
+        return self._message(thought, [content] if self._reader is None else self._reader.push(content))
 
     def _rest(self) -> AIMessageChunk:
-        """What was kept back."""
-        thought, said = ("", "") if self._thoughts is None else self._thoughts.finish()
-        parts = [said] if self._reader is None else [*self._reader.push(said), *self._reader.finish()]
+        """Return what was held back until the end."""
+        thought, content = ("", "") if self._thoughts is None else self._thoughts.finish()
+        parts = [content] if self._reader is None else [*self._reader.push(content), *self._reader.finish()]
         return self._message(thought, parts)
 
     def _message(self, thought: str, parts: Sequence[Part]) -> AIMessageChunk:
         parts = [self._as_text(part) for part in parts]
-        said = "".join(part for part in parts if isinstance(part, str))
-        self._thought, self._said = self._thought + thought, self._said + said
+        content = "".join(part for part in parts if isinstance(part, str))
+        self._thought, self._content = self._thought + thought, self._content + content
         calls = [self._call(part) for part in parts if isinstance(part, CallPart)]
-        return AIMessageChunk(content=said, additional_kwargs=_reasoning(thought), tool_call_chunks=calls)
+        return AIMessageChunk(content=content, additional_kwargs=_reasoning(thought), tool_call_chunks=calls)
 
     def _as_text(self, part: Part) -> Part:
-        """The document of the answer, which comes as arguments of a call, is its text."""
+        """Return the arguments of the call that holds the answer's document as text; leave other parts as they are."""
         if isinstance(part, CallPart) and part.name:
             self._in_document = part.name == self._document
         return part.arguments if isinstance(part, CallPart) and self._in_document else part
 
     def _call(self, part: CallPart) -> ToolCallChunk:
-        """A piece of a call. Its index is that of its block, because LangChain merges blocks of one index."""
+        """Return a chunk of a call, with the index of its block: LangChain merges blocks of equal index."""
         name, call_id = part.name or None, part.call_id or None
         if name is not None:
-            index = part.number + bool(self._thought) + bool(self._said)
+            index = part.number + bool(self._thought) + bool(self._content)
             self._calls.append(tool_call_chunk(name=name, args="", id=call_id, index=index))
-        whole = self._calls[part.number]
-        whole["args"] = (whole["args"] or "") + part.arguments
-        return tool_call_chunk(name=name, args=part.arguments, id=call_id, index=whole["index"])
+        call = self._calls[part.number]
+        call["args"] = (call["args"] or "") + part.arguments
+        return tool_call_chunk(name=name, args=part.arguments, id=call_id, index=call["index"])
 
-    def _spoilt(self, completion: Completion) -> str:
-        """Why the last call is not to be made: it ended before the model ended it, and nobody had asked for one."""
+    def _incomplete(self, completion: Completion) -> str:
+        """Return why the last call must not be executed, if it was cut off and no call was required, else ""."""
         if self._reader is None or not self._calls or self._in_document:
             return ""
         if self._reader.within_call:
@@ -180,15 +204,15 @@ class Answer:
         early = completion.stats.closed and not self._must_call
         return f"max_tokens = {self.generation.request.params.max_tokens} ended it early" if early else ""
 
-    def _made(self, completion: Completion) -> AIMessageChunk:
-        """The calls, as LangChain reads them from a stream."""
+    def _parsed_calls(self, completion: Completion) -> AIMessageChunk:
+        """Return the calls as LangChain parses them from a stream."""
         calls = [call.copy() for call in self._calls]
-        if self._spoilt(completion):
+        if self._incomplete(completion):
             calls[-1]["args"] = (calls[-1]["args"] or "") + BEYOND_REPAIR
         return AIMessageChunk(content="", tool_call_chunks=calls)
 
     def _metadata(self, completion: Completion) -> dict[str, Any]:
-        called = bool(self._made(completion).tool_calls) and completion.finish_reason is FinishReason.STOP
+        called = bool(self._parsed_calls(completion).tool_calls) and completion.finish_reason is FinishReason.STOP
         if completion.stats.closed:
             most = self.generation.request.params.max_tokens
             log.warning(
@@ -214,33 +238,33 @@ class Answer:
         return usage
 
 
-def _shown(call: InvalidToolCall, reason: str) -> InvalidToolCall:
-    """A call that can be shown, not made."""
+def _invalid(call: InvalidToolCall, reason: str) -> InvalidToolCall:
+    """Return an invalid call with the arguments as the model wrote them, and the reason."""
     args = (call["args"] or "").removesuffix(BEYOND_REPAIR)
     return invalid_tool_call(name=call["name"], args=args, id=call["id"], error=reason or "its arguments are too long")
 
 
 def _reasoning(thought: str) -> dict[str, Any]:
-    """Where LangChain looks for thoughts; it makes `reasoning` blocks of them."""
+    """Return the `additional_kwargs` from which LangChain makes `reasoning` blocks."""
     return {"reasoning_content": thought} if thought else {}
 
 
 def _logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], tokenizer: Any) -> dict[str, Any]:
-    """What `response_metadata["logprobs"]` holds, in the shape that LangChain's OpenAI model gives it."""
+    """Return `response_metadata["logprobs"]`, in the shape that LangChain's OpenAI model gives it."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = token_bytes(tokenizer, token_id)
         return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": logprob}
 
     content = [
-        {**entry(token_id, of.logprob), "top_logprobs": [entry(*pair) for pair in of.top]}
-        for token_id, of in zip(token_ids, logprobs, strict=True)
+        {**entry(token_id, logprob.logprob), "top_logprobs": [entry(*pair) for pair in logprob.top]}
+        for token_id, logprob in zip(token_ids, logprobs, strict=True)
     ]
     return {"logprobs": {"content": content}}
 
 
 def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
-    """What `response_metadata["card"]` holds; words as in CONTRIBUTING.md, times in seconds."""
+    """Return `response_metadata["card"]`, in the terms of CONTRIBUTING.md; times in seconds."""
     seconds = stats.decode_seconds
     return {
         "schedule": stats.schedule,

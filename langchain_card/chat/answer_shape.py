@@ -1,4 +1,4 @@
-"""What form a call's answer takes: from its options to the tools told to the model and the shape of the answer."""
+"""The form of an answer, read from a call's options: the tools that the prompt describes, and an `AnswerShape`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _MOST_CHARS = 48
 
 
 def answer_shape(options: Mapping[str, Any], form: ToolForm) -> tuple[list[dict[str, Any]], AnswerShape]:
-    """Of a call's `tools`, `tool_choice`, `parallel_tool_calls` and `response_format`; others are ignored.
+    """Read `tools`, `tool_choice`, `parallel_tool_calls` and `response_format`; other options are ignored.
 
-    Where `parallel_tool_calls` is left open, an answer may hold several calls if the model's own template knows tools
-    and none must be called; other models repeat theirs, or guess results that they are not told yet.
+    Without `parallel_tool_calls`, an answer may hold several calls if the model's own template supports tools and no
+    call is required; other models repeat their calls, or invent results that they do not have yet.
 
     Args:
-        options: of the call.
-        form: in which the model writes calls.
+        options: options of the call.
+        form: the form in which the model writes calls.
 
     Returns:
-        The tools that the model is told of, none where it may not call any, the one for the answer's document among
-        them; and what the answer may be.
+        The tools for the prompt, none if no call is allowed, with the tool for the answer's document last; and the
+        shape of the answer.
 
     Raises:
-        InvalidInputError: one of them cannot be read.
+        InvalidInputError: an option cannot be read.
     """
     tools = tool_dicts(options.get("tools") or ())
     choice = tool_choice_form(options.get("tool_choice"), tools)
@@ -56,7 +56,7 @@ def answer_shape(options: Mapping[str, Any], form: ToolForm) -> tuple[list[dict[
 
 
 def _document(response_format: Any) -> Mapping[str, Any] | None:
-    """Name, schema and `strict` of the document that the answer is to be; None for any text."""
+    """Return name, schema and `strict` of the document that the answer must be; None for any text."""
     if response_format is None or (form := response_format_dict(response_format))["type"] == "text":
         return None
     document: Mapping[str, Any] = form.get("json_schema") or {
@@ -68,7 +68,7 @@ def _document(response_format: Any) -> Mapping[str, Any] | None:
 
 
 def _answer_tool(document: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tool that a model calls with the document of its answer."""
+    """Return the tool that the model calls with its answer's document as arguments."""
     schema = document["schema"]
     kinds = schema.get("type", "object")
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
@@ -77,14 +77,14 @@ def _answer_tool(document: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
     name = _NO_NAME.sub("_", str(document["name"]))[:_MOST_CHARS] or "answer"
     while any(name == tool["function"]["name"] for tool in tools):
         name += "_"
-    parameters = {**schema, "type": "object"}  # of several kinds, objects alone are arguments
+    parameters = {**schema, "type": "object"}  # arguments are always an object
     description = document.get("description") or schema.get("description") or "Give the final answer."
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 @contextmanager
 def named_by_user(shape: AnswerShape) -> Iterator[None]:
-    """Errors of a grammar are those of the tools or of the schema that it was made of."""
+    """Report errors of a grammar as errors of the tools or the schema that it was made from."""
     try:
         yield
     except InvalidInputError as error:

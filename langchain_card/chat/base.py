@@ -1,4 +1,4 @@
-"""What LangChain asks of a chat model besides answers: fields, names for traces and caches, profile, token counts."""
+"""`ChatContract`: LangChain's requirements besides answers: fields, cache keys, profile, token counts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
-    """A chat model but for its answers."""
+    """A chat model without answers."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds, queueing included and loading not, after which an answer is aborted with `GenerationTimeoutError`."""
+    """Seconds, queueing included but not loading, after which an answer is aborted with `GenerationTimeoutError`."""
     streaming: bool | None = None
     """True makes `invoke` report each token to the callbacks, too; False makes `stream` give the answer in one piece;
     None does neither."""
@@ -40,7 +40,7 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     api_key: SecretStr | None = Field(default=None, exclude=True)
     """Accepted so that models can be interchanged; without effect."""
     _shown_name: str | None = PrivateAttr(default=None)
-    """What answers and traces call the model, where its own name is not for everybody; None for `model`."""
+    """Name of the model in answers and traces, if its own is not public; None for `model`."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -64,10 +64,10 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
 
     @override
     def bind(self, **kwargs: Any) -> _ChatModelBinding:
-        """The model with options for each call; see `SamplingOptions`.
+        """Return the model with options for each call; see `SamplingOptions`.
 
         Raises:
-            InvalidInputError: there is no such option.
+            InvalidInputError: an option does not exist.
         """
         with langchain_errors():
             check_options(kwargs, type(self).model_fields)
@@ -76,16 +76,16 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     # Configurations.
 
     def to_config(self) -> dict[str, Any]:
-        """All fields that make the model what it is, defaults too, in types of JSON; `from_config` reads them.
+        """Return all fields that define the model, defaults included, in types of JSON; `from_config` reads them.
 
-        Left out are secrets (`api_key`) and what belongs to a process or its traces: `cache`, `callbacks`,
+        Secrets (`api_key`) are left out, and so are fields of a process or its traces: `cache`, `callbacks`,
         `rate_limiter`, `custom_get_token_ids`, `profile`, `verbose`, `tags` and `metadata`.
         """
         return self.model_dump(mode="json")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A model with the fields of `to_config`, or some of them.
+        """Return a model with the fields of `to_config`, or some of them.
 
         Raises:
             pydantic.ValidationError: a field is misspelt or breaks a limit.
@@ -100,7 +100,7 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
 
     @override
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, by the target's tokenizer, special tokens not added. Loads no weights."""
+        """Return the target's token ids of a text, without added special tokens. No weights are loaded."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         with langchain_errors():
@@ -108,20 +108,18 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
 
     @override
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of the prompt that messages and tools become, chat template included. Loads no weights.
+        """Count the tokens of the prompt made from messages and tools, chat template included. No weights are loaded.
 
         Args:
             messages: as for `invoke`, whose `usage_metadata["input_tokens"]` is the same number.
             tools: as for `bind_tools`.
 
         Raises:
-            InvalidInputError: the chat template refuses the messages, or a tool is none.
+            InvalidInputError: the chat template refuses the messages, or a tool cannot be read.
         """
         with langchain_errors():
-            read = self._convert_input(messages).to_messages()
-            conversation, tokenizer = to_conversation(read, self.model), self._tokenizer()
-            given: dict[str, Any] = {"tools": tool_dicts(tools)} if tools else {}
-            return len(encode(conversation, tokenizer, self.model, **given))
+            conversation = to_conversation(self._convert_input(messages).to_messages(), self.model)
+            return len(encode(conversation, self._tokenizer(), self.model, tools=tool_dicts(tools or ())))
 
     def _tokenizer(self) -> Any:
         from langchain_card.models.tokenizer import load_tokenizer
@@ -136,16 +134,16 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What the answer depends on; drafts, devices, schedule and bounds change its speed only."""
+        """Fields that an answer depends on. Drafts, devices, schedule and bounds change only its speed."""
         names = ["model", "dtype", "quantization", "exact", "max_model_len", "output_version", "acceptance", "steering"]
-        if self._engine_config().lossy:  # but then drafts write, too
+        if self._engine_config().lossy:  # drafts then change the answer
             names += ["draft_model", "drafters", "stack", "pins", "limits"]
         sampling = (name for name in SamplingOptions.model_fields if name not in self._speed_only)
         return {name: getattr(self, name) for name in (*names, *sampling)}
 
     @property
     def _speed_only(self) -> tuple[str, ...]:
-        """Options of a call that change nothing but its speed; none but `stream` where drafts write, too."""
+        """Options of a call that change only its speed; with a lossy rule, none but `stream`."""
         return ("stream",) if self._engine_config().lossy else ("schedule", "draft_model", "stream", "tenant")
 
     @override
@@ -154,15 +152,18 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
 
     @override
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        """The model's part of a cache's key. An option that is None is the field's value, but for `draft_model`."""
-        named = {name: value for name, value in kwargs.items() if value is not None or name == "draft_model"}
-        given = {name: value for name, value in named.items() if name not in self._speed_only}
-        with langchain_errors():  # classes and functions of one name may differ
-            if "tools" in given:
-                given["tools"] = tool_dicts(given["tools"], distinct=False)
-            if "response_format" in given:
-                given["response_format"] = response_format_dict(given["response_format"])
-        return super()._get_llm_string(stop=stop, **given)
+        """Return the model's part of a cache key. None means the field's value, except for `draft_model`."""
+        options = {
+            name: value
+            for name, value in kwargs.items()
+            if (value is not None or name == "draft_model") and name not in self._speed_only
+        }
+        with langchain_errors():  # as dicts: classes and functions of equal names may differ
+            if "tools" in options:
+                options["tools"] = tool_dicts(options["tools"], distinct=False)
+            if "response_format" in options:
+                options["response_format"] = response_format_dict(options["response_format"])
+        return super()._get_llm_string(stop=stop, **options)
 
     @override
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -173,6 +174,6 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
         return params
 
     def _stop_strings(self, stop: str | list[str] | None) -> list[str] | None:
-        """The stop strings of a call that says `stop`."""
+        """Return the stop strings of a call with the option `stop`."""
         stop = self.stop if stop is None else stop
         return [stop] if isinstance(stop, str) else stop

@@ -1,4 +1,4 @@
-"""`Batches`: many prompts as one batch of the engine, whatever LangChain calls them with."""
+"""`Batches`: LangChain's batch methods, run as one batch of the engine."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from langchain_card.engine.generation import Generation
 from langchain_card.errors import GenerationAbortedError
 
 CONCURRENCY = 32
-"""Twice what an engine decodes at once by default, so that it never waits for the next prompt of a batch."""
+"""Default number of prompts under way: twice what an engine decodes at once, so that it never waits for the next."""
 
 
 class Group:
-    """The answers of one batch: whoever leaves it ends all of them."""
+    """The answers of one batch; leaving the batch aborts all of them."""
 
     def __init__(self) -> None:
-        self._generations: WeakSet[Generation] = WeakSet()  # those that nobody reads have ended
+        self._generations: WeakSet[Generation] = WeakSet()  # answers without a reader are garbage, and have ended
         self._left = False
         self._lock = threading.RLock()  # a collection may close a batch anywhere
 
     def add(self, generation: Generation) -> None:
-        """One more; ended at once when the batch was left already."""
+        """Add an answer; it is aborted at once if the batch was already left."""
         with self._lock:
             self._generations.add(generation)
         if self._left:
             self.leave()
 
     def leave(self) -> None:
-        """Ends those that still run."""
+        """Abort the answers that still run."""
         with self._lock:
             self._left, generations = True, [*self._generations]
             self._generations.clear()
@@ -52,27 +52,27 @@ class Group:
 
 
 _group: ContextVar[Group | None] = ContextVar("langchain_card_group", default=None)
-"""Of the batch in whose thread or task this runs."""
+"""The group of the batch that the current thread or task belongs to."""
 
 
 def join_group(generation: Generation) -> None:
-    """Notes an answer of the batch that is under way here, if one is."""
+    """Add an answer to the batch that the current thread or task belongs to, if any."""
     if (group := _group.get()) is not None:
         group.add(generation)
 
 
 class Batches(BaseChatModel):
-    """Runs the prompts of a batch side by side and tells the engine how many come; it puts them into common passes.
+    """A chat model that runs the prompts of a batch concurrently, so that the engine decodes them in common passes.
 
-    Everything else (callbacks, caches, tracing, one result or error per item) stays what LangChain makes of single
-    calls. Leaving a batch, by ctrl-c or because one item failed, ends the answers that still run.
+    Callbacks, caches, tracing, and one result or error per item are LangChain's, as in single calls. When a batch ends
+    early, by ctrl-c or because an item failed, the answers that still run are aborted.
     """
 
     def _announce(self, count: int, options: Mapping[str, Any]) -> None:
-        """Tells the engine that answers calls with these options that `count` of them are about to come."""
+        """Announce to the engine that serves these options that `count` calls are about to come."""
 
     def _concurrency(self) -> int:
-        """Prompts of a batch that are under way at once, where `max_concurrency` says nothing."""
+        """Return the number of prompts of a batch that run at once by default (`max_concurrency`)."""
         return CONCURRENCY
 
     @override
@@ -84,8 +84,8 @@ class Batches(BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        found = dict(self._run(inputs, config, return_exceptions, kwargs))
-        return [found[i] for i in range(len(inputs))]
+        outputs = dict(self._run(inputs, config, return_exceptions, kwargs))
+        return [outputs[i] for i in range(len(inputs))]
 
     @override
     def batch_as_completed(
@@ -124,11 +124,11 @@ class Batches(BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        found = dict(await _collect(self._arun(inputs, config, return_exceptions, kwargs)))
-        return [found[i] for i in range(len(inputs))]
+        outputs = dict(await _collect(self._arun(inputs, config, return_exceptions, kwargs)))
+        return [outputs[i] for i in range(len(inputs))]
 
     async def abatch_with(self, inputs: Sequence[Any], options: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """`abatch` of inputs with options of their own, one mapping for each."""
+        """Run a batch as `abatch` does, with a mapping of options for each input."""
 
         async def call(i: int) -> tuple[int, Any]:
             return i, await self.ainvoke(inputs[i], **options[i])
@@ -136,8 +136,8 @@ class Batches(BaseChatModel):
         concurrency = min(max(len(inputs), 1), self._concurrency())
         if inputs:
             self._announce(min(len(inputs), concurrency), {})
-        found = dict(await _collect(_in_tasks(call, len(inputs), concurrency)))
-        return [found[i] for i in range(len(inputs))]
+        outputs = dict(await _collect(_in_tasks(call, len(inputs), concurrency)))
+        return [outputs[i] for i in range(len(inputs))]
 
     @override
     async def abatch_as_completed(
@@ -209,8 +209,8 @@ class Batches(BaseChatModel):
         self._announce(min(len(messages), self._concurrency()), kwargs)
         return self._combine(dict(await _collect(_in_tasks(call, len(messages), self._concurrency()))))
 
-    def _combine(self, found: Mapping[int, LLMResult]) -> LLMResult:
-        results = [found[i] for i in range(len(found))]
+    def _combine(self, results_by_index: Mapping[int, LLMResult]) -> LLMResult:
+        results = [results_by_index[i] for i in range(len(results_by_index))]
         return LLMResult(
             generations=[generations for result in results for generations in result.generations],
             llm_output=self._combine_llm_outputs([result.llm_output for result in results]),
@@ -218,13 +218,13 @@ class Batches(BaseChatModel):
         )
 
     def _configs(self, config: Any, count: int) -> tuple[list[RunnableConfig], int]:
-        """One for each input, and how many may be under way at once, which the first of them may say."""
+        """Return a config for each input, and how many may run at once (`max_concurrency` of the first config)."""
         configs = get_config_list(config, count) if count else [{}]
         return configs, configs[0].get("max_concurrency") or min(max(count, 1), self._concurrency())
 
 
 def _in_threads(call: Callable[[int], tuple[int, Any]], count: int, num_threads: int) -> Iterator[tuple[int, Any]]:
-    """Results of `call(0)`, `call(1)`, ... as they come; those that still run are ended when the caller leaves."""
+    """Yield the results of `call(0)`, `call(1)`, ... as they complete; abort the rest if the caller stops early."""
     executor, group, futures = ContextThreadPoolExecutor(max_workers=num_threads), Group(), set[Future[Any]]()
     try:
         token = _group.set(group)
@@ -241,13 +241,13 @@ def _in_threads(call: Callable[[int], tuple[int, Any]], count: int, num_threads:
         for future in futures:
             future.cancel()
         group.leave()
-        executor.shutdown(wait=False)  # those that were ended take one more step
+        executor.shutdown(wait=False)  # aborted answers take one more step
 
 
 async def _in_tasks(
     call: Callable[[int], Awaitable[tuple[int, Any]]], count: int, num_tasks: int
 ) -> AsyncGenerator[tuple[int, Any], None]:
-    """The same in tasks of the running event loop; those that still run are cancelled when the caller leaves."""
+    """Yield results as `_in_threads` does, from tasks of the event loop; the rest are cancelled if the caller stops."""
     free = asyncio.Semaphore(num_tasks)
 
     async def run(i: int) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""Where LangChain calls in: errors go out as its own kinds, and a call may be answered by another model."""
+"""The boundary to LangChain: errors leave as LangChain's own kinds, and a call may name another model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _core(name: str) -> type[Exception]:
-    """LangChain's class; before langchain-core 1.6 there are hardly any."""
-    found: type[Exception] = getattr(core, name, getattr(core, "ModelError", core.LangChainException))
-    return found
+    """Return LangChain's error class of a name, or the nearest one: before langchain-core 1.6 there are few."""
+    kind: type[Exception] = getattr(core, name, getattr(core, "ModelError", core.LangChainException))
+    return kind
 
 
 _CORE_KINDS: Mapping[type[CARDError], type[Exception]] = {
@@ -36,17 +36,17 @@ _CORE_KINDS: Mapping[type[CARDError], type[Exception]] = {
     errors.GenerationAbortedError: _core("ModelError"),
     errors.GenerationTimeoutError: _core("ModelTimeoutError"),
 }
-"""What each error is to LangChain; one that is not listed is what its base class is."""
+"""LangChain's class for each error; an error that is not listed has the class of its base."""
 
 
 class Callee(Protocol):
-    """What `answering` asks of a chat model."""
+    """The method of a chat model that `answering` needs."""
 
     def _for_call(self, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]: ...
 
 
 def langchain_kind(kind: type[CARDError]) -> type[CARDError]:
-    """The class that is both `kind` and what `_CORE_KINDS` says; of the same name, and picklable."""
+    """Return a picklable subclass of `kind` and of its class in `_CORE_KINDS`, with the name of `kind`."""
     if kind not in _combined:
         _combined.setdefault(kind, kind if issubclass(kind, _core("ModelError")) else _combine(kind))
     return _combined[kind]
@@ -61,8 +61,8 @@ def _combine(kind: type[CARDError]) -> type[CARDError]:
     def reduce(error: CARDError) -> tuple[Callable[..., CARDError], tuple[Any, ...]]:
         return _unpickled, (kind, error.args, error.__dict__)
 
-    own = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": reduce}
-    return type(kind.__name__, (kind, core_kind), own)
+    namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": reduce}
+    return type(kind.__name__, (kind, core_kind), namespace)
 
 
 def _unpickled(kind: type[CARDError], args: tuple[Any, ...], state: Mapping[str, Any]) -> CARDError:
@@ -71,7 +71,7 @@ def _unpickled(kind: type[CARDError], args: tuple[Any, ...], state: Mapping[str,
 
 @contextmanager
 def langchain_errors() -> Iterator[None]:
-    """Raises this package's errors as instances of LangChain's kinds, too; traceback and cause stay."""
+    """Raise this package's errors as instances of LangChain's kinds, too; traceback and cause stay."""
     try:
         yield
     except CARDError as error:
@@ -80,11 +80,11 @@ def langchain_errors() -> Iterator[None]:
 
 
 def answering(method: F) -> F:
-    """Makes `_generate`, `_stream` or one of their async forms speak LangChain.
+    """Wrap `_generate`, `_stream` or one of their async forms for LangChain.
 
-    Its errors go through `langchain_errors`, and it runs on the model that the call's options name (`_for_call`).
+    Errors pass through `langchain_errors`, and the method runs on the model that the call's options name (`_for_call`).
     """
-    wrapped = next(wrap for is_such, wrap in _WRAPPERS if is_such(method))(method)
+    wrapped = next(wrap for matches, wrap in _WRAPPERS if matches(method))(method)
     return cast("F", functools.wraps(method)(wrapped))
 
 

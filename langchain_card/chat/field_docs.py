@@ -1,4 +1,4 @@
-"""The fields of a chat model in words: for `help()`, where pydantic shows none, and for JSON schemas."""
+"""Descriptions of a chat model's fields, for `help()`, which shows none of pydantic's, and for JSON schemas."""
 
 from __future__ import annotations
 
@@ -15,32 +15,39 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticOmit, core_schema
 
 INHERITED: Mapping[str, str] = {
-    "name": "Of the runnable, as traces and graphs show it.",
+    "name": "Name of the runnable in traces and graphs.",
     "cache": "Where whole answers are kept: a `BaseCache`, True for LangChain's global one, False for none, None for "
-    "the global one where it is set. Streams are never kept. Equal questions to equal models count as one, whatever "
-    "draft, schedule and devices; sampled answers without a `seed`, too.",
-    "verbose": "Whether LangChain prints what goes in and out.",
-    "callbacks": "Handlers that are told about every call.",
+    "the global one if it is set. Streams are never kept. Draft, schedule and devices are not part of its keys; "
+    "sampled answers without a `seed` are kept, too.",
+    "verbose": "Whether LangChain prints inputs and outputs.",
+    "callbacks": "Handlers that are notified of every call.",
     "tags": "Labels of every trace.",
     "metadata": "Values of every trace; versions of packages are added.",
     "custom_get_token_ids": "A function that counts tokens in place of the target's tokenizer.",
-    "rate_limiter": "Waited for before each call that is not answered from the cache.",
+    "rate_limiter": "A limiter that each call waits for, unless the cache answers it.",
     "disable_streaming": 'True makes `stream` give the answer in one piece, `"tool_calling"` only with tools.',
     "output_version": '`"v0"` for text in `content`, `"v1"` for standard content blocks, None for `"v0"`. The '
     "environment's `LC_OUTPUT_VERSION` is another default.",
-    "profile": "What the model can do, such as `max_input_tokens`; by default it is read from the model's files, "
-    "without loading it.",
+    "profile": "Capabilities of the model, such as `max_input_tokens`; by default read from its files, without loading "
+    "it.",
 }
-"""LangChain's own fields, in short."""
+"""LangChain's own fields, which have no descriptions of their own."""
+
+
+def attribute_docs(kind: type) -> dict[str, str]:
+    """Return the descriptions in the `Attributes:` section of a class's docstring, by name."""
+    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", section, re.MULTILINE)
+    return {name: text[0].upper() + " ".join(text.split())[1:] for name, text in entries}
 
 
 def described(field: str, info: FieldInfo) -> str:
-    """What a field means; empty where nobody says so."""
+    """Return the description of a field; empty if it has none."""
     return info.description or INHERITED.get(field, "")
 
 
 def fields_section(model: type[BaseModel]) -> str:
-    """A section of a docstring with each field's type, default and meaning; a model's own fields come first."""
+    """Return a docstring section with each field's type, default and description; LangChain's fields come last."""
     names = sorted(model.model_fields, key=lambda name: name in INHERITED)
     return "\n".join(["Fields:", *(_entry(name, model.model_fields[name]) for name in names)])
 
@@ -57,14 +64,14 @@ def _default(info: FieldInfo) -> str:
         return "required"
     factory: Any = info.default_factory
     if factory is not None and not str(factory.__module__).startswith(("langchain_card.", "langchain_core.")):
-        return "default computed"  # a user's own may do anything
+        return "default computed"  # a factory of the user may have side effects
     value: Any = info.get_default(call_default_factory=True)
     return f"default {f'{type(value).__name__}()' if is_dataclass(value) else repr(value)}"
 
 
 class JsonFields(GenerateJsonSchema):
-    """A JSON schema without what JSON cannot hold: functions, caches, callbacks."""
+    """A generator of JSON schemas that leaves out what JSON cannot hold: functions, caches, callbacks."""
 
     def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
-        """Leaves the field, or the choice of a union, out."""
+        """Leave out the field, or the choice of a union."""
         raise PydanticOmit

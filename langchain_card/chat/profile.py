@@ -1,4 +1,4 @@
-"""What a chat model can do, in LangChain's words, found out without loading it."""
+"""Capabilities of a chat model as LangChain's `ModelProfile`, read without loading weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from langchain_card.models.headers import DEFAULT_MAX_LEN, chat_template, contex
 
 
 def profile_of(config: EngineConfig) -> ModelProfile:
-    """The profile of the model that an engine of this configuration runs.
+    """Return the profile of the model that an engine of this configuration runs.
 
-    `max_input_tokens` is the longest prompt that the engine takes, and `max_output_tokens` the longest answer that it
-    gives; both are left out where the model's files do not say how long its context is.
+    `max_input_tokens` is the longest prompt that the engine accepts, `max_output_tokens` the longest answer; both are
+    left out if the model's files do not state the length of its context.
     """
     profile = ModelProfile(
         text_inputs=True,
@@ -36,7 +36,7 @@ def profile_of(config: EngineConfig) -> ModelProfile:
     trained = context_length(config.model)
     length = config.max_model_len or (trained and DEFAULT_MAX_LEN)
     if length is not None:
-        room = min(length, trained or length) - config.limits.max_window - 1  # one token is the other side's
+        room = min(length, trained or length) - config.limits.max_window - 1  # and a token for answer or prompt
         profile["max_input_tokens"] = max(room, 0)
         profile["max_output_tokens"] = max(min(room, config.limits.max_output_tokens), 0)
     return profile

@@ -1,4 +1,4 @@
-"""Progress of long steps for people who wait: downloads and conversions, which happen once."""
+"""Progress of downloads and conversions on the console."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from typing_extensions import Self
 
-PLAIN_INTERVAL = 5.0  # seconds between lines of progress without a terminal
+PLAIN_INTERVAL = 5.0
+"""Seconds between two lines of progress without a terminal."""
 
 
 class ConsoleProgress:
-    """Progress on standard error: a rich bar on a terminal, else a plain line now and then.
+    """Progress on standard error: a rich bar on a terminal, else a line every `PLAIN_INTERVAL` seconds.
 
-    Use as a context manager; satisfies `runtime.store.Progress`.
+    Use as a context manager; implements `models.files.Progress`.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class ConsoleProgress:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         console = Console(stderr=True)
-        is_drawn = console.is_terminal and sys.stderr.isatty()  # FORCE_COLOR, as in notebooks, makes no terminal
+        is_drawn = console.is_terminal and sys.stderr.isatty()  # notebooks set FORCE_COLOR, which makes no terminal
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         self._bars = Progress(*columns, console=console, transient=True) if is_drawn else None
         self._stage, self._task, self._printed = "", None, float("-inf")
@@ -54,5 +55,5 @@ class ConsoleProgress:
 
 
 def megabytes(size: int) -> str:
-    """A size in bytes, in words: "98.4 MB"."""
+    """Format a size in bytes, such as "98.4 MB"."""
     return f"{size / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""Tools and schemas of all kinds as decoding takes them: OpenAI's dicts. Each function takes its own results, too."""
+"""Tools and schemas of all kinds, converted to OpenAI's dicts. Each function also accepts its own results."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _FUNCTION_KEYS = {"parameters", "input_schema", "toolSpec", "inputSchema"}  # Op
 
 
 def tool_dicts(tools: Sequence[Any], strict: bool | None = None, *, distinct: bool = True) -> list[dict[str, Any]]:
-    """Tools as OpenAI's dicts.
+    """Convert tools to OpenAI's dicts.
 
     Args:
         tools: LangChain tools, functions, pydantic classes, TypedDicts, or dicts in a form that LangChain knows.
-        strict: for tools that do not say it themselves; True makes each property required and allows no others.
-        distinct: whether no two may have the same name.
+        strict: for tools without their own `strict`; True makes each property required and allows no others.
+        distinct: whether names must differ.
 
     Raises:
-        InvalidInputError: one is no function, its name will not do, or two have the same.
+        InvalidInputError: a tool is not a function, its name is invalid, or two names are equal.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise InvalidInputError("tools", tools, "must be a list of tools", "put a single one into a list")
-    found = [tool_dict(tool, strict, f"tools[{i}]") for i, tool in enumerate(tools)]
-    names = [tool["function"]["name"] for tool in found]
+    dicts = [tool_dict(tool, strict, f"tools[{i}]") for i, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in dicts]
     for i, name in enumerate(names):
         if distinct and name in names[:i]:
             raise InvalidInputError(f"tools[{i}]", name, "is the name of an earlier tool, too", "rename one of them")
-    return found
+    return dicts
 
 
 def tool_dict(tool: Any, strict: bool | None = None, field: str = "tool") -> dict[str, Any]:
-    """One tool as OpenAI's dict, with an object for `parameters`; see `tool_dicts`.
+    """Convert a tool to OpenAI's dict, with an object for `parameters`; see `tool_dicts`.
 
     Args:
-        tool: of any kind.
-        strict: unless the tool says it.
-        field: the tool's name in errors.
+        tool: a tool of any kind.
+        strict: for a tool without its own `strict`.
+        field: name of the tool in errors.
     """
     with _reading(field, tool, "tool"):
         tool = readable_tool(tool)
@@ -63,22 +63,23 @@ def tool_dict(tool: Any, strict: bool | None = None, field: str = "tool") -> dic
         if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
             limit = "parameters must be a JSON schema of an object"
             raise InvalidInputError(f"{field} parameters", parameters, limit, "make what they are a property of it")
-        nothing: dict[str, Any] = {} if parameters and "properties" not in parameters else {"properties": {}}
-        function["parameters"] = {"type": "object", **nothing, **parameters}
+        default: dict[str, Any] = {} if parameters and "properties" not in parameters else {"properties": {}}
+        function["parameters"] = {"type": "object", **default, **parameters}
         if strict is not None and "strict" not in function:
             function = convert_to_openai_function(function, strict=strict)
     return {"type": "function", "function": function}
 
 
 def tool_choice_form(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | dict[str, Any]:
-    """`"auto"`, `"none"`, `"required"`, or the tool that must be called in OpenAI's form.
+    """Return `"auto"`, `"none"`, `"required"`, or in OpenAI's form the tool that must be called.
 
     Args:
-        choice: one of these, None for `"auto"`, `"any"` or True for `"required"`, False for `"none"`, or a tool's name.
-        tools: of `tool_dicts`.
+        choice: a result of this function, None for `"auto"`, `"any"` or True for `"required"`, False for `"none"`, or
+            a tool's name.
+        tools: results of `tool_dicts`.
 
     Raises:
-        InvalidInputError: there is no such tool, or none at all where one must be called.
+        InvalidInputError: the tool does not exist, or a call is required and there are no tools.
     """
     names = tuple(tool["function"]["name"] for tool in tools)
     if choice is None or choice in ("auto", "none", False):
@@ -96,23 +97,23 @@ def tool_choice_form(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | d
 
 
 def response_format_dict(value: Any, strict: bool | None = None, field: str = "response_format") -> dict[str, Any]:
-    """What an answer must look like, in OpenAI's form; a schema becomes `{"type": "json_schema", ...}`.
+    """Convert a response format to OpenAI's form; a schema becomes `{"type": "json_schema", ...}`.
 
     Args:
-        value: OpenAI's form, a pydantic class, a TypedDict, a JSON schema, or a tool whose arguments are meant.
-        strict: repeated beside a schema's name unless the value says it.
-        field: its name in errors.
+        value: OpenAI's form, a pydantic class, a TypedDict, a JSON schema, or a tool, for the schema of its arguments.
+        strict: written beside the schema's name unless the value has its own `strict`.
+        field: name of the value in errors.
 
     Raises:
-        InvalidInputError: it is none of these.
+        InvalidInputError: the value is of another kind.
     """
     if not isinstance(value, Mapping) or _is_function(value) or value.get("type") not in _FORMATS:
         if isinstance(value, Mapping) and not _is_function(value) and isinstance(value.get("type"), str):
             check_choice(f"{field} type", value["type"], (*_FORMATS, *_JSON_TYPES))
         schema = json_schema(value, field)
-        described = {"description": schema["description"]} if schema.get("description") else {}
-        of_schema = {"name": schema.get("title") or "response", **described, "schema": schema}
-        value = {"type": "json_schema", "json_schema": of_schema}
+        description = {"description": schema["description"]} if schema.get("description") else {}
+        named_schema = {"name": schema.get("title") or "response", **description, "schema": schema}
+        value = {"type": "json_schema", "json_schema": named_schema}
     form = dict(value)
     if form["type"] == "json_object" and "schema" in form:
         form["schema"] = json_schema(form["schema"], f"{field} schema")
@@ -121,28 +122,28 @@ def response_format_dict(value: Any, strict: bool | None = None, field: str = "r
         if not isinstance(named, Mapping) or "schema" not in named:
             hint = 'write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
             raise InvalidInputError(field, value, "must hold a schema", hint)
-        said = {"name": "response"} if strict is None else {"name": "response", "strict": strict}
-        form["json_schema"] = {**said, **named, "schema": json_schema(named["schema"], f"{field} schema")}
+        defaults = {"name": "response"} if strict is None else {"name": "response", "strict": strict}
+        form["json_schema"] = {**defaults, **named, "schema": json_schema(named["schema"], f"{field} schema")}
     return form
 
 
 def json_schema(value: Any, field: str = "schema") -> dict[str, Any]:
-    """The JSON schema of a pydantic class, a TypedDict, a JSON schema or a tool's arguments; references stay.
+    """Return the JSON schema of a pydantic class, a TypedDict, a JSON schema or a tool's arguments; references stay.
 
     Args:
-        value: of any of these kinds.
-        field: its name in errors.
+        value: an object of these kinds.
+        field: name of the value in errors.
 
     Raises:
-        InvalidInputError: it is none of these.
+        InvalidInputError: the value is of another kind.
     """
     with _reading(field, value, "schema"):
         if is_pydantic(value):
             return pydantic_schema(value)
         if not isinstance(value, Mapping) or _is_function(value):
             function = tool_dict(value, field=field)["function"]
-            described = {"description": function["description"]} if function.get("description") else {}
-            return {"title": function["name"], **described, **function["parameters"]}
+            description = {"description": function["description"]} if function.get("description") else {}
+            return {"title": function["name"], **description, **function["parameters"]}
         if isinstance(value.get("type"), str):
             check_choice(f"{field} type", value["type"], _JSON_TYPES)
         if value and _KEYWORDS.isdisjoint(value):
@@ -156,7 +157,7 @@ def _is_function(value: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _reading(field: str, value: Any, kind: str) -> Iterator[None]:
-    """Names what could not be read; LangChain's converters raise errors of any kind."""
+    """Raise an error that names the unreadable value; LangChain's converters raise errors of any kind."""
     try:
         yield
     except CARDError:

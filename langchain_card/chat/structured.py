@@ -1,4 +1,4 @@
-"""`ToolsAndSchemas`: a chat model's answers as calls of tools and as objects."""
+"""`ToolsAndSchemas`: chat models that call tools and answer with objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 class ToolsAndSchemas(ChatContract):
-    """`bind_tools` and `with_structured_output`; both say at once what is wrong with a tool or a schema."""
+    """A chat model with `bind_tools` and `with_structured_output`, which check tools and schemas at once."""
 
     @override
     def bind_tools(
@@ -36,28 +36,28 @@ class ToolsAndSchemas(ChatContract):
         parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """The model with tools that it may call.
+        """Return the model with tools that it may call.
 
         Args:
             tools: LangChain tools, functions, pydantic classes, TypedDicts, or dicts in a form that LangChain knows.
-            tool_choice: `"auto"` or None leaves it to the model, `"any"`, `"required"` or True makes it call a tool,
-                a tool's name this one, `"none"` forbids calls; OpenAI's dicts are taken, too.
-            strict: True makes each property of the arguments required and allows no others, as OpenAI has it.
-            parallel_tool_calls: False allows one call an answer.
+            tool_choice: `"auto"` or None leaves the choice to the model; `"any"`, `"required"` or True requires a call,
+                a tool's name a call of this tool; `"none"` forbids calls. OpenAI's dicts are accepted, too.
+            strict: True makes each property of the arguments required and allows no others, as with OpenAI.
+            parallel_tool_calls: False allows one call per answer.
             **kwargs: other options of each call, such as `response_format` or `temperature`.
 
         Raises:
-            InvalidInputError: a tool cannot be called, the chosen one does not exist, or an option is unknown.
+            InvalidInputError: a tool cannot be read, the chosen tool does not exist, or an option is unknown.
         """
         with langchain_errors():
             options: dict[str, Any] = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, **kwargs}
-            found = tool_dicts(tools, strict, distinct=False)  # LangChain's tests bind some twice; calls refuse them
-            tool_choice_form(tool_choice, found)
+            dicts = tool_dicts(tools, strict, distinct=False)  # LangChain's tests bind some twice; calls refuse them
+            tool_choice_form(tool_choice, dicts)
             if not isinstance(parallel_tool_calls, bool | None):
                 raise InvalidInputError("parallel_tool_calls", parallel_tool_calls, "must be True, False or None")
             if kwargs.get("response_format") is not None:
                 options["response_format"] = response_format_dict(kwargs["response_format"])
-        return self.bind(tools=found, **{name: value for name, value in options.items() if value is not None})
+        return self.bind(tools=dicts, **{name: value for name, value in options.items() if value is not None})
 
     @override
     def with_structured_output(
@@ -70,17 +70,18 @@ class ToolsAndSchemas(ChatContract):
         tools: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """The model with answers that are objects of a schema.
+        """Return the model with answers that are objects of a schema.
 
         Args:
-            schema: a pydantic class (of version 2 or 1), which answers are instances of; or a TypedDict, a JSON
-                schema or a tool's dict, for which they are dicts. `json_mode` does without one, too.
+            schema: a pydantic class (of version 2 or 1), for instances of it; or a TypedDict, a JSON schema or a tool's
+                dict, for dicts. It may be None for `json_mode`.
             method: `"json_schema"` writes JSON by the schema, `"function_calling"` calls a tool with these arguments,
-                `"json_mode"` is `json_schema` under the name that other models have for it.
-            include_raw: whether to give `{"raw": message, "parsed": object, "parsing_error": error}`; what is not
-                there is None.
-            strict: for `function_calling` as in `bind_tools`; for `json_schema` True refuses what cannot be enforced.
-            tools: that may be called instead, where `include_raw` is True: `parsed` is None then.
+                `"json_mode"` is another name of `"json_schema"`.
+            include_raw: whether to return `{"raw": message, "parsed": object, "parsing_error": error}`, with None for
+                a missing object or error.
+            strict: for `function_calling` as in `bind_tools`; for `json_schema`, True refuses a schema of which a part
+                cannot be enforced.
+            tools: tools that may be called instead; `parsed` is then None. They need `include_raw=True`.
             **kwargs: other options of each call.
 
         Raises:
@@ -133,5 +134,5 @@ def _calls(message: AIMessage) -> bool:
 def _with_raw(model: Runnable[Any, Any], parser: Runnable[Any, Any]) -> Runnable[Any, Any]:
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
-    raw = model | RunnableMap(raw=RunnablePassthrough())  # the first step has a call's options
+    raw = model | RunnableMap(raw=RunnablePassthrough())  # options of a call go to the first step
     return raw | parsed.with_fallbacks([unparsed], exception_key="parsing_error")

@@ -1,1 +1,1 @@
-"""What an answer may say: grammars, bounded and compiled, and the shortest end from wherever an answer is."""
+"""Grammars that answers obey: JSON schemas, compilation within bounds, and short ways to end an answer."""

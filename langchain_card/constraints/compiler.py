@@ -46,31 +46,31 @@ if not matcher.is_error():
     matcher.compute_bitmask()
 sys.stdout.buffer.write(matcher.get_error().encode())
 """
-"""Run in a process of its own: what makes the compiler crash, run on and on, or out of memory, ends with it."""
+"""Script of a checking process, which contains crashes, endless runs and lack of memory of the compiler."""
 
 _CHECK_BYTES = 2 << 30
 
 _OF_PATTERN = '%llguidance {{}}\nstart: %json {{"type": "string", "pattern": {}}}\n'
 
 _OWN_BYTES = 100_000
-"""Of a compiled grammar beside its text, about (docs/LOG.md)."""
+"""Estimated size of a compiled grammar besides its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    matcher: Matcher  # nothing was said
+    matcher: Matcher  # in its first state
     shortest: int  # tokens
     size: int  # bytes
 
 
 class Grammars:
-    """Makes constraints of grammars, in the Lark form that llguidance reads. Usable from any thread.
+    """A compiler of grammars in llguidance's Lark form, with a cache. Usable from any thread.
 
     Args:
-        tokenizer: of transformers, with a `tokenizers` backend.
-        vocab_size: token ids at and above it never come.
+        tokenizer: a tokenizer of transformers, with a `tokenizers` backend.
+        vocab_size: number of token ids that an answer may hold.
         eos_ids: tokens that end an answer.
-        limits: bounds.
+        limits: bounds for grammars.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], limits: Limits) -> None:
@@ -82,10 +82,10 @@ class Grammars:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()  # in the order of use
 
     def check(self, grammar: str, max_tokens: int) -> None:
-        """Compiles a grammar that is not known, so that `start` has it at hand.
+        """Compile a new grammar for `start`, and check that an answer fits.
 
         Raises:
-            InvalidInputError: as `shortest` does, or `max_tokens` is below what it says.
+            InvalidInputError: `shortest` raises, or `max_tokens` is smaller than its result.
         """
         if max_tokens < (shortest := self.shortest(grammar)):
             limit = f"the shortest answer of this form takes {shortest:,} tokens"
@@ -93,13 +93,13 @@ class Grammars:
             raise InvalidInputError("max_tokens", max_tokens, limit, hint)
 
     def shortest(self, grammar: str) -> int:
-        """Tokens of the shortest text that was found, the end of text left out.
+        """Return the number of tokens of the shortest text that was found, the end of text left out.
 
         Raises:
-            InvalidInputError: the grammar is too large, takes too long, or is none.
+            InvalidInputError: the grammar is too large, takes too long, or cannot be compiled.
         """
-        if known := self._find(grammar):
-            return known.shortest
+        if compiled := self._find(grammar):
+            return compiled.shortest
         try:
             size, most = len(grammar.encode()), self._limits.max_grammar_bytes
         except UnicodeEncodeError as error:
@@ -109,28 +109,28 @@ class Grammars:
         return self._check_once(grammar).shortest
 
     def _check_once(self, grammar: str) -> _Compiled:
-        """Many threads of a batch bring the same one: they have the first one's result, or its error."""
+        """Check a grammar once for all threads of a batch that need it; they share the result or the error."""
         with self._lock:
-            found = self._being_checked.get(grammar)
-            if found is None:
-                own = self._being_checked[grammar] = Future[_Compiled]()
-        if found is not None:
-            return found.result()
+            running = self._being_checked.get(grammar)
+            if running is None:
+                future = self._being_checked[grammar] = Future[_Compiled]()
+        if running is not None:
+            return running.result()
         try:
             vocabulary = self._known_vocabulary()
             self._validate(grammar)
-            own.set_result(self._compile(grammar, vocabulary))
+            future.set_result(self._compile(grammar, vocabulary))
         except BaseException as error:
-            own.set_exception(error)
+            future.set_exception(error)
         finally:
             with self._lock:
                 del self._being_checked[grammar]
-        return own.result()
+        return future.result()
 
     def start(self, grammar: str) -> Matcher:
-        """The state in which nothing was said, of a grammar that was checked."""
-        known = self._find(grammar) or self._compile(grammar, self._known_vocabulary())
-        return known.matcher.fork()
+        """Return a matcher in the first state of a grammar that was checked."""
+        compiled = self._find(grammar) or self._compile(grammar, self._known_vocabulary())
+        return compiled.matcher.fork()
 
     def _find(self, grammar: str) -> _Compiled | None:
         with self._lock:
@@ -144,7 +144,7 @@ class Grammars:
         hint = "ask for less: shorter patterns, fewer items"
         if ending is None:
             raise InvalidInputError("grammar", grammar, "no text was found that satisfies it", hint)
-        for pattern in patterns_of(grammar):  # of parts that the shortest text does without
+        for pattern in patterns_of(grammar):  # they may be in parts that the shortest text leaves out
             if self._matcher(_OF_PATTERN.format(pattern), vocabulary).closing(sys.maxsize) is None:
                 raise InvalidInputError("pattern", pattern, "no text was found that satisfies it", hint)
         compiled = _Compiled(matcher, len(ending), len(grammar.encode()) + _OWN_BYTES)
@@ -159,10 +159,10 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False)
-        found = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
-        if found.is_error():
-            raise InvalidInputError("grammar", grammar, f"cannot be compiled: {_reason(found.get_error())}")
-        return Matcher(vocabulary, found, hints_of(grammar))
+        matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise InvalidInputError("grammar", grammar, f"cannot be compiled: {_reason(matcher.get_error())}")
+        return Matcher(vocabulary, matcher, hints_of(grammar))
 
     def _validate(self, grammar: str) -> None:
         seconds = self._limits.max_grammar_seconds
@@ -211,6 +211,6 @@ class Grammars:
 
 
 def _reason(problem: str) -> str:
-    """What llguidance says, without the lines of the grammar that it repeats, and where they are."""
-    said = re.split(r"\n +\d+ \|", problem, maxsplit=1)[0].strip()
-    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", said)[:500]
+    """Return llguidance's message without the lines of the grammar that it quotes and their positions."""
+    message = re.split(r"\n +\d+ \|", problem, maxsplit=1)[0].strip()
+    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", message)[:500]

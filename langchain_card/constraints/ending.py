@@ -1,9 +1,9 @@
-"""The shortest end of a text under a grammar, from wherever it is: looked for byte by byte, in several ways.
+"""`find_ending`: a short end for a text under a grammar, searched byte by byte in several attempts.
 
-Nothing tells how far an end is: a grammar says only what may come next. So each attempt takes what probably ends
-something: a text that the grammar's own expressions ask for (`hints`), then a quote, a bracket. Where one goes in
-circles another gets out: by taking what it took least where the same might come, or by always taking the same (which
-leaves a recursion).
+A grammar gives only the bytes that may come next, not the distance to an end. So each attempt prefers bytes that
+probably end something: a text from the grammar's own expressions (`hints`), then a quote or a bracket. The attempts
+differ so that one succeeds where another runs in circles: some take the byte that they took least in the same state,
+others always take the same byte, which leaves a recursion.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 8
 _ROTATING = (1, 2, 5, 6)
-"""Attempts that take what they took least; the others take the same always."""
+"""Attempts that take the byte that they took least; the others always take the same."""
 _MARKS = b'}]",:'
-"""What ends a value or leads to its end, the best first. In a text that takes any character it is the quote."""
+"""Bytes that end a value or lead to its end, the best first; within free text only the quote does."""
 _QUOTE = b'"'
 _FREE = 64
-"""Bytes that may come next, more than any number, key or choice allows: it is a text that takes nearly all."""
+"""Number of allowed bytes above which the place is within free text: numbers, keys and choices allow fewer."""
 _MAX_STEPS = 1000
-"""Bytes that an attempt chooses, runs that the grammar forces counted as one: where it goes in circles it gives up."""
+"""Steps after which an attempt gives up; a run of bytes that the grammar forces is one step."""
 _STRIDES = (256, 16)
-"""Bytes at once, where the same may come again and again: texts may have to be long."""
+"""Repetitions of a byte that are tried at once, for texts with a large minimum length."""
 _MAX_BYTES = 10_000
-"""Of an end."""
+"""Most bytes of an end."""
 _MAX_TRIES = 4000
-"""Hints that an attempt tries, each as often as it looks for one."""
+"""Most hints that an attempt tries, repetitions counted."""
 _ORDER = bytes([*b"0123456789", *range(ord("a"), ord("z") + 1), *range(ord("A"), ord("Z") + 1), *b"-_.@/+[{ "])
-"""What is tried next; all other bytes come after these."""
+"""Bytes that are tried after the marks; all other bytes come later."""
 _SEPARATORS = b"@:./-"
-"""Within an address or a code."""
+"""Separators within addresses and codes."""
 _CONTROL = re.compile(rb"\xff\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer as grammars see it.
+    """A tokenizer for grammars.
 
     Attributes:
-        tokenizer: of llguidance.
+        tokenizer: a tokenizer of llguidance.
         byte_tokens: [256] the token that stands for each byte alone; -1 where there is none.
     """
 
@@ -57,39 +57,39 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: LLTokenizer) -> Vocabulary:
-        """Of a tokenizer of llguidance."""
-        found: list[Sequence[int]] = [tokenizer.tokenize_bytes(bytes([byte])) for byte in range(256)]
-        return cls(tokenizer, tuple(tokens[0] if len(tokens) == 1 else -1 for tokens in found))
+        """Return the vocabulary of a tokenizer of llguidance."""
+        per_byte: list[Sequence[int]] = [tokenizer.tokenize_bytes(bytes([byte])) for byte in range(256)]
+        return cls(tokenizer, tuple(tokens[0] if len(tokens) == 1 else -1 for tokens in per_byte))
 
-    def say(self, matcher: LLMatcher, text: bytes) -> tuple[int, ...] | None:
-        """Says a text in the tokenizer's own tokens, or byte by byte where it would read control tokens in it."""
+    def consume(self, matcher: LLMatcher, text: bytes) -> tuple[int, ...] | None:
+        """Advance a matcher by a text, in the tokenizer's tokens or, if those would be control tokens, byte by byte."""
         for tokens in (self.tokenizer.tokenize_bytes(text), [self.byte_tokens[byte] for byte in text]):
             if min(tokens, default=0) < 0:
                 continue  # not every vocabulary has each byte
-            said = matcher.try_consume_tokens(tokens)
-            if said == len(tokens):
+            consumed = matcher.try_consume_tokens(tokens)
+            if consumed == len(tokens):
                 return tuple(tokens)
-            matcher.rollback(said)
+            matcher.rollback(consumed)
         return None
 
     def allowed_bytes(self, mask: bytes) -> set[int]:
-        """Bytes of which the token that is one byte is allowed."""
+        """Return the bytes whose one-byte token is allowed."""
         tokens = enumerate(self.byte_tokens)
         return {byte for byte, token in tokens if token >= 0 and mask[token >> 3] >> (token & 7) & 1}
 
     def forced_text(self, matcher: LLMatcher) -> bytes:
-        """What must come next; control tokens, of which llguidance gives the numbers, as their text."""
-        return _CONTROL.sub(lambda found: self.tokenizer.decode_bytes([int(found[1])]), matcher.compute_ff_bytes())
+        """Return the text that must come next; llguidance gives control tokens by number, here they are text."""
+        return _CONTROL.sub(lambda match: self.tokenizer.decode_bytes([int(match[1])]), matcher.compute_ff_bytes())
 
 
 def find_ending(vocabulary: Vocabulary, start: LLMatcher, attempt: int, hints: Sequence[Hint]) -> bytes | None:
-    """A text that satisfies the grammar.
+    """Return a text that satisfies the grammar from a state on, None if this attempt finds none.
 
     Args:
-        vocabulary: of the text.
-        start: where it begins; not changed.
-        attempt: of `ATTEMPTS`; always the same for the same place.
-        hints: what the grammar may wait for where any text may come.
+        vocabulary: vocabulary of the text.
+        start: matcher in the state where the text begins; it is not changed.
+        attempt: index below `ATTEMPTS`; an attempt is deterministic.
+        hints: texts that the grammar may need within free text.
     """
     matcher, order = start.deep_copy(), _order(attempt)
     text, taken, tries = b"", Counter[tuple[bytes, int]](), 0
@@ -106,48 +106,47 @@ def find_ending(vocabulary: Vocabulary, start: LLMatcher, attempt: int, hints: S
             in_text = _QUOTE[0] not in allowed
             if (in_text or (attempt and len(allowed) > _FREE)) and tries < _MAX_TRIES:
                 tries += len(hints)
-                text += (
-                    said := _lead_on(vocabulary, matcher, mask, [hint for hint in hints if hint.quoted is in_text])
-                )
-                if said:
+                hint = _take_hint(vocabulary, matcher, mask, [hint for hint in hints if hint.quoted is in_text])
+                text += hint
+                if hint:
                     continue
             step = _choose(attempt, order, mask, allowed, taken)
             if before == (before := (mask, step)):
                 step = _stride(vocabulary, matcher, mask, step)
-        if not step or vocabulary.say(matcher, step) is None:
+        if not step or vocabulary.consume(matcher, step) is None:
             return None
         text += step
         if _QUOTE in step:
-            taken.clear()  # each text begins anew
+            taken.clear()  # each quoted text counts anew
     return None
 
 
-def _lead_on(vocabulary: Vocabulary, matcher: LLMatcher, mask: bytes, hints: Sequence[Hint]) -> bytes:
-    """Says the first hint that leads on; b"" where none does."""
+def _take_hint(vocabulary: Vocabulary, matcher: LLMatcher, mask: bytes, hints: Sequence[Hint]) -> bytes:
+    """Advance the matcher by the first hint that makes progress, and return it; b"" if none does."""
     for text, quoted in hints:
-        said = vocabulary.say(matcher, text)
-        if said is None:
+        tokens = vocabulary.consume(matcher, text)
+        if tokens is None:
             continue
-        behind = matcher.compute_bitmask()
-        if _QUOTE[0] in vocabulary.allowed_bytes(behind) if quoted else matcher.is_accepting() or behind != mask:
+        after = matcher.compute_bitmask()
+        if _QUOTE[0] in vocabulary.allowed_bytes(after) if quoted else matcher.is_accepting() or after != mask:
             return text
-        matcher.rollback(len(said))
+        matcher.rollback(len(tokens))
     return b""
 
 
 def _stride(vocabulary: Vocabulary, matcher: LLMatcher, mask: bytes, step: bytes) -> bytes:
-    """The same step as often as leaves all as it is."""
+    """Return the step repeated as often as leaves the state unchanged."""
     for times in _STRIDES:
         ahead = matcher.deep_copy()
-        if vocabulary.say(ahead, step * times) is not None and ahead.compute_bitmask() == mask:
+        if vocabulary.consume(ahead, step * times) is not None and ahead.compute_bitmask() == mask:
             return step * times
     return step
 
 
 def _choose(attempt: int, order: bytes, mask: bytes, allowed: set[int], taken: Counter[tuple[bytes, int]]) -> bytes:
-    """The next byte: what ends something, else the first in the order.
+    """Return the next byte: one that ends something, else the first in the order.
 
-    Every other rotating attempt rotates what ends something, too.
+    Every other rotating attempt also rotates the bytes that end something.
     """
     marks = [byte for byte in (_QUOTE if len(allowed) > _FREE else _MARKS) if byte in allowed]
     choices = [*marks, *(byte for byte in order if byte in allowed and byte not in marks)]
@@ -159,12 +158,12 @@ def _choose(attempt: int, order: bytes, mask: bytes, allowed: set[int], taken: C
 
 
 def _order(attempt: int) -> bytes:
-    """All bytes, in the order in which an attempt tries them."""
+    """Return all bytes, in the order in which an attempt tries them."""
     first = list(_ORDER)
     if attempt == 1:
         first = [*_SEPARATORS, *first]
     elif attempt == 3:
         first = first[::-1]
     elif attempt > 3:
-        random.Random(attempt).shuffle(first)  # noqa: S311 - the same order always
+        random.Random(attempt).shuffle(first)  # noqa: S311 - a fixed order
     return bytes(dict.fromkeys([*first, *range(255, -1, -1)]))

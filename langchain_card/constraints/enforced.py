@@ -1,4 +1,4 @@
-"""What of a JSON schema a grammar can enforce."""
+"""`enforced`: the part of a JSON schema that a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANNOTATIONS = {
     *("title", "description", "default", "example", "examples", "$comment"),
     *("deprecated", "readOnly", "writeOnly"),
 }
-"""They say nothing of what a document may be: the prompt tells them, the grammar goes without."""
+"""Keywords that do not restrict documents; they are in the prompt, not in the grammar."""
 
 _COMBINING = {
     *("anyOf", "oneOf", "$ref", "if", "dependentSchemas", "dependencies"),
@@ -23,25 +23,25 @@ _COMBINING = {
 }
 
 _MOST_CHARS = 16_384
-"""Of a schema's patterns that are tried here, half a second at worst; a child process bounds all others."""
+"""Most characters of a schema's patterns that are tried here, at most half a second; a process checks the others."""
 
 
 def enforced(schema: Mapping[str, Any], *, strict: bool, field: str) -> dict[str, Any]:
-    """A schema for the compiler: without annotations, without what it cannot read, and closed.
+    """Return a schema for the compiler: without annotations and unsupported keywords, and closed.
 
-    Left out are patterns with look-around, back-references or word boundaries, and references that point out of the
-    schema or nowhere; patterns are all kept where llguidance is not installed. Objects that name properties and say
-    nothing of others allow no others, which models would invent. Where parts are combined, each may name what another
-    does not: such a part, what is within it and what it refers to stay open. A single part in `allOf`, as pydantic 1
-    writes, is combined with nothing.
+    Patterns with look-around, back-references or word boundaries are left out, and references that point to nothing
+    within the schema; without llguidance all patterns are kept. Objects that name properties get
+    `additionalProperties: false` by default, because models would invent others. Parts that are combined, parts within
+    them and parts that they refer to stay open, because each may name properties that another does not. A single part
+    in `allOf`, as pydantic 1 writes it, is not combined.
 
     Args:
-        schema: of JSON alone; none of its dicts may stand in two places.
-        strict: refuse what would be left out.
-        field: its name in errors.
+        schema: a schema of JSON types; no dict may occur in two places.
+        strict: whether to refuse a schema of which a part would be left out.
+        field: name of the schema in errors.
 
     Raises:
-        InvalidInputError: `strict`, and something cannot be enforced.
+        InvalidInputError: `strict` is True, and a part cannot be enforced.
     """
     parts = SchemaParts(schema)
     open_ = {id(part) for part in parts.within(filter(_combines, parts))}
@@ -50,7 +50,7 @@ def enforced(schema: Mapping[str, Any], *, strict: bool, field: str) -> dict[str
     def readable(pattern: Any) -> bool:
         nonlocal left
         if not isinstance(pattern, str) or (left := left - len(pattern)) < 0:
-            return True  # for the compiler to judge
+            return True  # the compiler decides
         if strict and (problem := _problem(pattern)):
             hint = "write it without look-around, back-references and word boundaries, or leave strict out"
             raise InvalidInputError(f"{field} pattern", pattern, f"cannot be enforced ({problem})", hint)
@@ -63,7 +63,7 @@ def enforced(schema: Mapping[str, Any], *, strict: bool, field: str) -> dict[str
         if isinstance(named := made.get("patternProperties"), Mapping):
             made["patternProperties"] = {pattern: held for pattern, held in named.items() if readable(pattern)}
             if len(made["patternProperties"]) < len(named):
-                made.pop("additionalProperties", None)  # it is for the names that no pattern has
+                made.pop("additionalProperties", None)  # it applies to names that no pattern matches
         if isinstance(reference := made.get("$ref"), str):
             if parts.target(reference) is not None:
                 made["$ref"] = quote(reference, safe="%/#:?&=~!$'()*+,;@")
@@ -88,22 +88,22 @@ def _combines(part: Mapping[str, Any]) -> bool:
 
 
 def _names_all(part: Mapping[str, Any]) -> bool:
-    """Whether it names properties, those that it requires among them."""
+    """Return whether a part names properties, all required ones included."""
     named, required = part.get("properties"), part.get("required", [])
     return isinstance(named, Mapping) and isinstance(required, list) and all(name in named for name in required)
 
 
 @lru_cache(maxsize=1024)
 def _problem(pattern: str) -> str:
-    """What the compiler says against a pattern; "" for nothing, or where it is not installed.
+    """Return the compiler's error for a pattern; "" for none, or if llguidance is not installed.
 
-    Its time is in proportion to the pattern's length: its counts are not written out (docs/LOG.md).
+    It takes time in proportion to the pattern's length: counts are not expanded (docs/LOG.md, 2026-11-22).
     """
     try:
         from llguidance import LLMatcher
     except ImportError:
         return ""
     alone = json.dumps({"type": "string", "pattern": pattern})
-    said: str = LLMatcher.validate_grammar(f"%llguidance {{}}\nstart: %json {alone}\n", None)
-    lines = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
-    return lines[0] if lines else said.partition("\n")[0].rpartition(": ")[2][:200]
+    message: str = LLMatcher.validate_grammar(f"%llguidance {{}}\nstart: %json {alone}\n", None)
+    lines = [line.removeprefix("error: ") for line in message.splitlines() if line.startswith("error: ")]
+    return lines[0] if lines else message.partition("\n")[0].rpartition(": ")[2][:200]

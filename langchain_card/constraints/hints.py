@@ -1,6 +1,6 @@
-"""What texts may end with: the shortest that regular expressions and formats of a grammar ask for, from every part on.
+"""Hints: the shortest texts that complete the regular expressions and formats of a grammar, from each part on.
 
-Within a text a grammar does not tell what it waits for: behind `^.+, [A-Z]{2}$` any character may come for ever.
+Within free text a grammar does not show what would end it: in `^.+, [A-Z]{2}$` any character may follow for ever.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _OF_FORMATS = {
     "uri": "https://a.aa/",
     "uuid": "00000000-0000-4000-8000-000000000000",
 }
-"""What other libraries take, too: there is no year 0, and no address without a scheme."""
+"""Short examples that other libraries accept, too: years start at 1, and addresses need a scheme."""
 
 _MOST_CHARS = 1000
-"""Of a regular expression that is read, and of a text made of it."""
+"""Most characters of a regular expression that is read, and of a text made from it."""
 _MOST_OF_ONE = 48
-"""Texts of one regular expression."""
+"""Most texts made from one regular expression."""
 _MOST_ROUNDS = 8
-"""Of a repetition, within which a text may stand."""
+"""Most rounds of a repetition from which hints are made."""
 _CHARACTERS = "0aA" + "".join(map(chr, range(32, 127))) + "\n\té"
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
     sre.CATEGORY_DIGIT: str.isdecimal,
@@ -53,11 +53,11 @@ _CATEGORIES: dict[Any, Callable[[str], bool]] = {
 
 
 class Hint(NamedTuple):
-    """What may be waited for.
+    """A text that may complete a part of a grammar.
 
     Attributes:
-        text: to be said.
-        quoted: whether a quote follows; else it leads to something else than what may come before it.
+        text: the text.
+        quoted: whether a quote follows it; otherwise it leads to another state of the grammar.
     """
 
     text: bytes
@@ -65,14 +65,14 @@ class Hint(NamedTuple):
 
 
 _Parts: TypeAlias = Sequence[tuple[Any, Any]]
-"""Of a regular expression, as `re` parses it."""
+"""Parts of a regular expression, parsed by `re`."""
 
 
 def hints_of(grammar: str) -> list[Hint]:
-    """What the texts of a grammar may end with.
+    """Return the hints of a grammar.
 
     Args:
-        grammar: in llguidance's Lark, JSON schemas in it.
+        grammar: a grammar in llguidance's Lark form, with JSON schemas in it.
     """
     found: dict[Hint, None] = {}
     for name in dict.fromkeys(_FORMATS.findall(grammar)):
@@ -86,7 +86,7 @@ def hints_of(grammar: str) -> list[Hint]:
 
 
 def patterns_of(grammar: str) -> list[str]:
-    """Patterns of the JSON schemas in a grammar, as JSON writes them."""
+    """Return the patterns of the JSON schemas in a grammar, as JSON strings."""
     return [f'"{pattern}"' for pattern, _ in dict.fromkeys(_REGEXES.findall(grammar)) if pattern]
 
 
@@ -94,11 +94,11 @@ def _unquoted(pattern: str) -> str:
     try:
         return str(json.loads(f'"{pattern}"'))
     except ValueError:
-        return ""  # it only looked like one
+        return ""  # no JSON string
 
 
 def _endings(regex: str) -> Iterator[str]:
-    """Nothing of what `re` reads otherwise than llguidance."""
+    """Yield the ends of a regular expression; none if `re` cannot read it."""
     if len(regex) > _MOST_CHARS:
         return
     try:
@@ -108,7 +108,7 @@ def _endings(regex: str) -> Iterator[str]:
 
 
 def _suffixes(parts: _Parts, rest: str) -> Iterator[str]:
-    """The shortest texts from each part on, then from within it; of literals in a row from the first on."""
+    """Yield the shortest texts from each part on, then from within it; a run of literals counts as one part."""
     for i, (kind, value) in enumerate(parts):
         if not (i and kind is sre.LITERAL and parts[i - 1][0] is sre.LITERAL):
             yield _bounded(_sample(parts[i:]) + rest)
@@ -125,7 +125,7 @@ def _suffixes(parts: _Parts, rest: str) -> Iterator[str]:
 
 
 def _sample(parts: _Parts) -> str:
-    """The shortest text."""
+    """Return the shortest text of parts of a regular expression."""
     return _bounded("".join(itertools.starmap(_sample_of, parts)))
 
 
@@ -146,7 +146,7 @@ def _sample_of(kind: Any, value: Any) -> str:
 
 
 def _is_of(char: str, kind: Any, value: Any) -> bool:
-    """Whether a character is one that a part of a regular expression stands for."""
+    """Return whether a part of a regular expression matches a character."""
     if kind is sre.IN:
         negated = value[0][0] is sre.NEGATE
         return negated != any(_is_of(char, *item) for item in value[negated:])

@@ -1,4 +1,4 @@
-"""JSON schemas as parts of a grammar: documents on one line, in the spacing that models write most."""
+"""JSON schemas as rules of a grammar, for documents on one line with the most usual spacing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from langchain_card.constraints.enforced import enforced
 from langchain_card.errors import CARDError, InvalidInputError
 
 MAX_DEPTH = 64
-"""Of a schema's own JSON; what it describes may be deeper."""
+"""Most levels of a schema's own JSON; documents may be deeper."""
 
 _FORM = {
     "whitespace_flexible": False,
@@ -23,27 +23,27 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def json_grammar(schema: Mapping[str, Any], *, strict: bool = False) -> str:
-    """A grammar of the documents that a JSON schema allows, for `SamplingParams.grammar`.
+    """Return the grammar of the documents of a JSON schema, for `SamplingParams.grammar`.
 
     Args:
-        schema: of any draft.
-        strict: refuse what cannot be enforced; else it is left out, and up to whoever reads the document.
+        schema: a JSON schema of any draft.
+        strict: whether to refuse a schema of which a part cannot be enforced; otherwise such parts are left out.
 
     Raises:
-        InvalidInputError: the schema is too deep or not of JSON.
+        InvalidInputError: the schema is too deep or not of JSON types.
     """
     return f"%llguidance {{}}\nstart: {json_rule(schema, strict=strict)}\n"
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool = False, field: str = "schema") -> str:
-    """The same as the right side of a rule; `field` is the schema's name in errors."""
+    """Return the right side of a grammar rule for a JSON schema; `field` is the schema's name in errors."""
     if (depth := _depth(schema)) > MAX_DEPTH:
         raise InvalidInputError(field, f"{depth} levels", f"at most {MAX_DEPTH} levels", "use $defs and $ref")
     options = {**_FORM, "lenient": not strict, "coerce_one_of": not strict}
     plain = {key: value for key, value in schema.items() if key != "$schema"}  # of any draft, read as the latest
     try:
-        own = json.loads(json.dumps(plain))  # each part is one of its own
-        part = {**enforced(own, strict=strict, field=field), "x-guidance": options}
+        copy = json.loads(json.dumps(plain))  # no dict occurs in two places
+        part = {**enforced(copy, strict=strict, field=field), "x-guidance": options}
         return "%json " + json.dumps(part, ensure_ascii=False, allow_nan=False)
     except CARDError:
         raise
@@ -52,7 +52,7 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool = False, field: str = "
 
 
 def _depth(value: Any) -> int:
-    """Levels of dicts and lists, counted no further than needed; what holds itself has no end."""
+    """Return the levels of dicts and lists, at most one above `MAX_DEPTH`: cyclic values have no end."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         held = [

@@ -1,4 +1,4 @@
-"""`Matcher`: a grammar of llguidance and what was said so far."""
+"""`Matcher`: the state of a grammar after the tokens so far."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Matcher:
-    """A `ports.Constraint`.
+    """A `ports.Constraint` by llguidance.
 
-    A grammar that meets a bound of llguidance while it is used allows nothing from there on.
+    A grammar that reaches a bound of llguidance allows nothing from then on.
 
     Args:
-        vocabulary: of the answer's tokens.
-        matcher: in the state after what was said; owned by this one.
-        hints: what the grammar may wait for where any text may come.
-        ending: a text that ended it once, tried first when an end is looked for.
+        vocabulary: vocabulary of the answer's tokens.
+        matcher: llguidance's matcher, owned by this object.
+        hints: texts that the grammar may need within free text.
+        ending: a text that once ended the grammar; it is tried first when an end is needed.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Matcher:
         self._hints, self._ending = hints, ending
 
     def fork(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         return type(self)(self._vocabulary, self._matcher.deep_copy(), self._hints, self._ending)
 
     def accept(self, token_id: int) -> bool:
-        """Says a token, if it may come next and does not end the text; else nothing changes."""
+        """Advance by a token and return True, if it may come next and does not end the text; else change nothing."""
         if self._matcher.try_consume_tokens([token_id]) != 1:
             return False
         if self._ending:
@@ -46,22 +46,22 @@ class Matcher:
         return True
 
     def allowed(self) -> bytes:
-        """Bit `i % 8` of byte `i // 8`: whether token i may come next."""
+        """Return a mask: bit `i % 8` of byte `i // 8` is set if token i may come next."""
         mask = self._matcher.compute_bitmask()
         return bytes(len(mask)) if self._matcher.is_error() else mask
 
     def forced(self) -> list[int]:
-        """The text that must come next, in the tokenizer's own tokens."""
+        """Return the text that must come next, in the tokenizer's own tokens."""
         return list(self._matcher.compute_ff_tokens())
 
     def closing(self, most: int) -> tuple[int, ...] | None:
-        """Tokens that end the text: the first found that are at most `most`, else the fewest.
+        """Return tokens that end the text: the first end of at most `most` tokens, else the shortest that was found.
 
         Args:
-            most: tokens that there is room for.
+            most: number of tokens that there is room for.
 
         Returns:
-            The tokens, without an end-of-text token; None when no attempt found an end.
+            The tokens, without an end-of-text token; None if no attempt found an end.
         """
         best: tuple[int, ...] | None = None
         search = (find_ending(self._vocabulary, self._matcher, attempt, self._hints) for attempt in range(ATTEMPTS))
@@ -74,7 +74,7 @@ class Matcher:
         return best
 
     def _spell_ending(self, text: bytes) -> tuple[int, ...] | None:
-        """Tokens of a text that ends what was said; None if it does not."""
+        """Return the tokens of a text if it ends the grammar, else None."""
         matcher = self._matcher.deep_copy()
-        tokens = self._vocabulary.say(matcher, text)
+        tokens = self._vocabulary.consume(matcher, text)
         return tokens if tokens is not None and matcher.is_accepting() and not matcher.is_error() else None

@@ -1,4 +1,4 @@
-"""The parts of a JSON schema: where schemas stand within it, and what its references point at."""
+"""`SchemaParts`: the schemas within a JSON schema, and the targets of its references."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _DEFINING = ("$defs", "definitions")
 
 
 class SchemaParts:
-    """The parts of a schema, and what its references point at.
+    """The parts of a schema, and the targets of its references.
 
     Args:
-        root: the schema. Its dicts are told apart by identity: one that stands in two places is one part.
+        root: the schema. Its dicts are distinguished by identity: a dict that occurs in two places is one part.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root, self._base = root, _text(root.get("$id"))
         self._places: dict[str, Mapping[str, Any]] = {"": root, self._base: root}
         self._anchors: dict[str, Mapping[str, Any]] = {}
-        for part in _spread([root], lambda part: _held(part, True)):  # references may point at what is named there
+        for part in _spread([root], lambda part: _held(part, True)):  # references may point at definitions
             if _text(part.get("$id")):
                 self._places.setdefault(_joined(self._base, part["$id"]), part)
             for key in ("$anchor", "$dynamicAnchor"):
@@ -38,7 +38,7 @@ class SchemaParts:
         return iter(self._parts.values())
 
     def target(self, reference: Any) -> Any:
-        """What a `$ref` points at, a schema or a bool; None where that is not within the schema."""
+        """Return the target of a `$ref`, a schema or a bool; None if it is not within the schema."""
         if not isinstance(reference, str):
             return None
         try:
@@ -48,37 +48,37 @@ class SchemaParts:
         if fragment and not fragment.startswith("/"):
             return self._anchors.get(fragment)
         holders = [*self._places.values()] if reference.startswith("#") else [self._places.get(url)]
-        found = (_pointed(holder, fragment) for holder in holders)
-        return next((target for target in found if isinstance(target, Mapping | bool)), None)
+        targets = (_pointed(holder, fragment) for holder in holders)
+        return next((target for target in targets if isinstance(target, Mapping | bool)), None)
 
     def within(self, parts: Iterable[Mapping[str, Any]], *, definitions: bool = False) -> list[Mapping[str, Any]]:
-        """Parts, those that they hold, those that they refer to, and so on, each once.
+        """Return parts and all that they contain or refer to, each once.
 
         Args:
-            parts: to begin with.
-            definitions: whether `$defs` count that nothing refers to.
+            parts: the first parts.
+            definitions: whether to include `$defs` without references.
         """
         return _spread(parts, lambda part: [*_held(part, definitions), self.target(part.get("$ref"))])
 
     def is_recursive(self) -> bool:
-        """Whether a part refers to one that holds it."""
+        """Return whether a part refers to a part that contains it."""
         further = {
             id(part): [id(held) for held in (*_held(part, False), self.target(part.get("$ref"))) if held in self]
             for part in self
         }
         holders = Counter(held for all_held in further.values() for held in all_held)
         left = [part for part in further if not holders[part]]
-        for part in left:  # it grows by those that all their holders came before
+        for part in left:  # it grows by parts all of whose holders came before
             for held in further[part]:
                 holders[held] -= 1
                 left += [] if holders[held] else [held]
         return len(left) < len(further)
 
     def rewritten(self, change: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-        """The schema with each part changed.
+        """Return the schema with each part changed.
 
         Args:
-            change: gives a part anew, of the part and its copy in which the parts that it holds are changed already.
+            change: returns the new part for a part and its copy, in which contained parts are already changed.
         """
 
         def written(value: Any) -> Any:
@@ -96,19 +96,19 @@ class SchemaParts:
 def _spread(
     first: Iterable[Mapping[str, Any]], further: Callable[[Mapping[str, Any]], Iterable[Any]]
 ) -> list[Mapping[str, Any]]:
-    """Parts and those that lie further, each once."""
-    found: dict[int, Mapping[str, Any]] = {}
+    """Return parts and all that are reachable from them, each once."""
+    reached: dict[int, Mapping[str, Any]] = {}
     left: list[Any] = [*first]
     while left:
         part = left.pop()
-        if isinstance(part, Mapping) and id(part) not in found:
-            found[id(part)] = part
+        if isinstance(part, Mapping) and id(part) not in reached:
+            reached[id(part)] = part
             left += further(part)
-    return [*found.values()]
+    return [*reached.values()]
 
 
 def _held(part: Mapping[str, Any], definitions: bool) -> Iterator[Any]:
-    """What stands directly in a part, in the places of schemas."""
+    """Yield the values directly within a part, in the places of schemas."""
     for key in _BY_NAME:
         if isinstance(named := part.get(key), Mapping) and (definitions or key not in _DEFINING):
             yield from named.values()
@@ -117,7 +117,7 @@ def _held(part: Mapping[str, Any], definitions: bool) -> Iterator[Any]:
 
 
 def _pointed(holder: Any, fragment: str) -> Any:
-    """By a JSON pointer; None where there is nothing."""
+    """Return the value at a JSON pointer; None if there is none."""
     for step in unquote(fragment).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(holder, Mapping):

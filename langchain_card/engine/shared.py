@@ -88,6 +88,36 @@ class EngineLease:
         return EngineLease, (self.config,)
 
 
+class EngineLeases:
+    """Leases by configuration, held until `close`: the engines that calls of one chat model named besides its own.
+
+    Copied or pickled it is empty.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[EngineConfig, EngineLease] = {}
+        self._closed = False
+
+    def lease(self, config: EngineConfig) -> EngineLease:
+        """Return the lease of a configuration, the same at each call; after `close`, a closed one."""
+        with self._lock:
+            lease = self._leases.setdefault(config, EngineLease(config))
+        if self._closed:
+            lease.close()
+        return lease
+
+    def close(self) -> None:
+        """Close all leases. It may be called twice."""
+        with self._lock:
+            self._closed = True
+        for lease in list(self._leases.values()):
+            lease.close()
+
+    def __reduce__(self) -> tuple[type[EngineLeases], tuple[()]]:
+        return EngineLeases, ()
+
+
 @functools.cache
 def _start_returning() -> None:
     threading.Thread(target=_return_engines, name="card-janitor", daemon=True).start()

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
-from langchain_card.chat.readers import Consumer
+from langchain_card.chat.answer import AnswerConsumer
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.core.messages import TARGET
 from langchain_card.errors import EngineClosedError, InvalidInputError, check_range
@@ -69,7 +69,7 @@ class Service:
         """Gives back what `open` has taken; the last user's answers end."""
         await asyncio.to_thread(self.model.close)
 
-    def reader(self, request: Request, consumer: Consumer) -> CARDChatModel:
+    def reader(self, request: Request, consumer: AnswerConsumer) -> CARDChatModel:
         """The model as it answers a request: where there are keys, it drafts from texts of the same key alone."""
         reader = self.model.for_consumer(consumer)
         reader.tenant = getattr(request.state, "tenant", reader.tenant)
@@ -138,7 +138,7 @@ class Exchange(Generic[T]):
         service: Service,
         request: Request,
         items: AsyncGenerator[T, None],
-        consumer: Consumer,
+        consumer: AnswerConsumer,
         prompt: str,
     ) -> None:
         self._service, self._request, self._consumer, self._prompt = service, request, consumer, prompt

@@ -1,1 +1,1 @@
-"""Tools in text: how a model is told of them, what its calls look like, and how they are read."""
+"""Text and tokens: chat messages to prompts, token ids to text, and calls of tools within text."""

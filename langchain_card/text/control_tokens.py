@@ -1,8 +1,8 @@
-"""Text stays text: what spells a control token inside a message is read as ordinary characters.
+"""`ControlTokens`: text in a message that spells a control token is read as ordinary characters.
 
-A *mark*, a random word, goes behind the first character of such a spelling. Tokenizers look for added tokens before
-all else and find none there; a copy of the tokenizer then takes the marks out, between its pre-tokenizer and its model,
-so that the characters around a mark are never read as one token. The tokens that the template writes stay as they are.
+A *mark*, a random word, is inserted after the first character of such a spelling. Tokenizers search for added tokens
+first and find none there; a copy of the tokenizer then removes the marks, between its pre-tokenizer and its model, so
+that the characters around a mark are never read as one token. Control tokens that the template writes are unaffected.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _LETTERS = str.maketrans("0123456789abcdef", "ghijklmnopabcdef")
 
 
 class ControlTokens:
-    """The added tokens of a tokenizer: all special ones, and the others unless they are white space.
+    """The control tokens of a tokenizer: its added tokens, except those of white space that are not special.
 
     Args:
-        tokenizer: of transformers; it is not kept.
+        tokenizer: a tokenizer of transformers; no reference to it is kept.
 
     Attributes:
-        ids: all of their ids.
+        ids: ids of the control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._added: dict[int, AddedToken] = dict(sorted(tokenizer.added_tokens_decoder.items()))
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        # Letters, which tokenizers leave together; the first is not among the others, so that marks cannot overlap.
+        # Letters, which tokenizers keep together. The first occurs only once, so that marks cannot overlap.
         self._mark = "z" + secrets.token_hex(8).translate(_LETTERS)
-        self._finder = self._equipped(models.WordLevel(vocab={"": 0}, unk_token=""))
-        control = {number: token.content for number, token in self._added.items() if _controls(token)}
+        self._finder = self._with_added_tokens(models.WordLevel(vocab={"": 0}, unk_token=""))
+        control = {number: token.content for number, token in self._added.items() if _is_control(token)}
         self._ids = {self._finder.token_to_id(content): number for number, content in control.items()}
         self.ids = frozenset(control)
         self._compared = self.ids - {_unknown_id(tokenizer, self._backend)}
@@ -48,10 +48,10 @@ class ControlTokens:
         self._stop = next((letter for letter in reversed(ascii_lowercase) if letter not in seconds), self._mark)
 
     def mark(self, text: str) -> str:
-        """The text with a mark in every spelling of a control token, overlapping ones included.
+        """Return the text with a mark in every spelling of a control token, overlapping ones included.
 
         Raises:
-            InvalidInputError: a spelling has one character only, or the tokenizer overlooks marks.
+            InvalidInputError: a spelling has only one character, or the tokenizer ignores marks.
         """
         while places := self._places(text):
             pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
@@ -59,32 +59,32 @@ class ControlTokens:
         return text
 
     def defuse(self, text: str) -> str:
-        """A text in its place of which no control token can arise: no sign that begins one goes on like one."""
+        """Return a text from which no control token can arise: a letter follows each sign that may begin one."""
         return self._signs.sub(rf"\g<0>{self._stop}", text)
 
     def fence(self, text: str) -> str:
-        """The text between two marks; white space at its ends stays outside, where templates may trim it."""
+        """Return the text between two marks; white space at its ends stays outside, where templates may strip it."""
         body = text.strip()
         return text.replace(body, self._mark + body + self._mark, 1) if body else text
 
     def unmark(self, text: str) -> str:
-        """The text without marks."""
+        """Return the text without marks."""
         return text.replace(self._mark, "")
 
     def found_in(self, text: str) -> list[int]:
-        """Ids of the control tokens that the tokenizer finds in a text, in order."""
-        found = self._finder.encode(text, add_special_tokens=False).ids
-        return self.among([self._ids[number] for number in found if number in self._ids])
+        """Return the ids of the control tokens that the tokenizer finds in a text, in order."""
+        ids = self._finder.encode(text, add_special_tokens=False).ids
+        return self.among([self._ids[number] for number in ids if number in self._ids])
 
     def among(self, ids: list[int]) -> list[int]:
-        """Those of a text's ids that are control tokens, without the one that stands for unknown characters."""
+        """Return the ids that are control tokens, without the one for unknown characters."""
         return [number for number in ids if number in self._compared]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a marked text, as if it had no marks, but with nothing joined across them.
+        """Return the token ids of a marked text without its marks; no token spans the place of a mark.
 
         Raises:
-            InvalidInputError: the tokenizer is not one of the tokenizers library, or takes marks apart.
+            InvalidInputError: the tokenizer is not of the tokenizers library, or splits marks.
         """
         if self._backend is None:
             limit = "the tokenizer, which is not of the tokenizers library, cannot read control tokens as text"
@@ -96,29 +96,29 @@ class ControlTokens:
 
     @cached_property
     def _reader(self) -> Tokenizer:
-        """The tokenizer, with marks taken out before its model."""
+        """The tokenizer, with a step that removes marks before its model."""
         assert self._backend is not None
-        reader = self._equipped(self._backend.model)  # shared, not copied; tokens come in order, and get the same ids
+        reader = self._with_added_tokens(self._backend.model)  # shared; tokens are added in order and get the same ids
         steps = [self._backend.pre_tokenizer, pre_tokenizers.Split(self._mark, "removed")]
         reader.pre_tokenizer = pre_tokenizers.Sequence([step for step in steps if step is not None])
         return reader
 
-    def _equipped(self, model: models.Model) -> Tokenizer:
-        """A tokenizer that finds added tokens like the true one and reads the rest with this model."""
+    def _with_added_tokens(self, model: models.Model) -> Tokenizer:
+        """Return a tokenizer that finds added tokens like the original and reads the rest with this model."""
         tokenizer = Tokenizer(model)
         if self._backend is not None and self._backend.normalizer is not None:
-            tokenizer.normalizer = self._backend.normalizer  # first: it is applied to tokens when they are added
+            tokenizer.normalizer = self._backend.normalizer  # before tokens are added, because it is applied to them
         tokenizer.add_tokens(list(self._added.values()))
         return tokenizer
 
     def _places(self, text: str) -> list[int]:
-        """Where marks are due: behind the first character of each control token, spaces before it left out."""
+        """Return the positions for marks: after the first character of each control token, spaces before it skipped."""
         encoding = self._finder.encode(text, add_special_tokens=False)
         places = []
         for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if number in self._ids:
                 place = end - len(text[start:end].lstrip()) + 1
-                if text.startswith(self._mark, place):  # it was marked, and is found still
+                if text.startswith(self._mark, place):  # found in spite of its mark
                     limit = "spells a control token that this tokenizer cannot take apart"
                     raise InvalidInputError("messages", self.unmark(text[start:end]), limit, "leave it out")
                 places.append(place)
@@ -129,14 +129,14 @@ _known: WeakKeyDictionary[Any, ControlTokens] = WeakKeyDictionary()
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """The control tokens of a tokenizer of transformers, looked up once."""
+    """Return the control tokens of a tokenizer of transformers, cached."""
     if tokenizer not in _known:
         _known[tokenizer] = ControlTokens(tokenizer)
     return _known[tokenizer]
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of dicts, lists, tuples and texts with every text changed, keys included."""
+    """Return a value of dicts, lists, tuples and strings with every string changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -147,13 +147,13 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _controls(token: AddedToken) -> bool:
-    """Runs of spaces and of line ends are added tokens of some tokenizers, and text."""
+def _is_control(token: AddedToken) -> bool:
+    """Return whether an added token is a control token; some tokenizers add runs of white space, which are text."""
     return token.special or bool(token.content.replace("▁", " ").strip())
 
 
 def _unknown_id(tokenizer: Any, backend: Tokenizer | None) -> int | None:
-    """What the tokenizer's model answers for unknown characters, if it does."""
+    """Return the id that the tokenizer's model gives to unknown characters, if any."""
     model = backend.model if backend is not None else None
     token = getattr(model, "unk_token", tokenizer.unk_token)
     return None if token is None else tokenizer.convert_tokens_to_ids(token)

@@ -1,4 +1,4 @@
-"""Committed token ids to text, token by token: never half a character, never a part of a stop string."""
+"""`Detokenizer`: committed token ids to text, without halves of characters or parts of stop strings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from langchain_card.core.messages import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of the answer, and the text that became certain with it.
+    """A token of the answer, and the text that became certain with it.
 
     Attributes:
         token_id: the token.
-        text: may be empty (half a character, the beginning of a stop string, a control token) or hold what was kept
-            back before.
-        source: the drafter that had proposed the token, or "" when it is the target's own.
-        logprob: of the token, when the request wants it.
+        text: may be empty (half a character, the beginning of a stop string, a control token) or include text that was
+            held back before.
+        source: the drafter that proposed the token, or "" if it is the target's own.
+        logprob: log-probabilities of the token, if the request wants them.
     """
 
     token_id: int
@@ -30,16 +30,15 @@ class Piece:
 
 
 class Detokenizer:
-    """Text of one answer.
+    """A detokenizer of one answer.
 
     Args:
-        tokenizer: of transformers, with a `tokenizers` backend.
+        tokenizer: a tokenizer of transformers, with a `tokenizers` backend.
         stop: strings that end the text; they are cut off.
 
     Attributes:
-        tokenizer: the same.
+        tokenizer: the tokenizer.
         stopped: whether a stop string was met.
-        num_tokens: tokens taken, the one that completed a stop string included and none after it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -54,16 +53,16 @@ class Detokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken so far."""
+        """Number of tokens so far, the last of a stop string included and none after it."""
         return len(self._token_ids)
 
     def push(
         self, token_ids: Sequence[int], sources: Sequence[str], logprobs: Sequence[TokenLogprob] = ()
     ) -> list[Piece]:
-        """Takes the next tokens; the pieces end at a stop string."""
+        """Add tokens; return their pieces, up to a stop string."""
         pieces: list[Piece] = []
-        beside = logprobs or (None,) * len(token_ids)
-        for token_id, source, logprob in zip(token_ids, sources, beside, strict=True):
+        logprobs_or_none = logprobs or (None,) * len(token_ids)
+        for token_id, source, logprob in zip(token_ids, sources, logprobs_or_none, strict=True):
             if self.stopped:
                 break
             self._token_ids.append(token_id)
@@ -72,7 +71,7 @@ class Detokenizer:
         return pieces
 
     def finish(self) -> str:
-        """What was still kept back; nothing after a stop string, and not half a character that the end cut off."""
+        """Return the text that was held back, without half a character at the end; nothing after a stop string."""
         if self.stopped:
             return ""
         whole = self.tokenizer.decode(self._token_ids, skip_special_tokens=True)
@@ -82,18 +81,18 @@ class Detokenizer:
         return rest
 
     def _certain(self) -> str:
-        """The text after what was emitted that can no longer become part of a stop string."""
+        """Return the text not yet emitted that cannot become part of a stop string."""
         start = self._emitted
-        found = [at for text in self._stop if (at := self._decoded.find(text, start)) >= 0]
-        if found:
+        ends = [end for text in self._stop if (end := self._decoded.find(text, start)) >= 0]
+        if ends:
             self.stopped = True
-            self._emitted = min(found)
+            self._emitted = min(ends)
         else:
-            self._emitted = len(self._decoded) - self._open_stop(start)
+            self._emitted = len(self._decoded) - self._partial_stop(start)
         return self._decoded[start : self._emitted]
 
-    def _open_stop(self, start: int) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+    def _partial_stop(self, start: int) -> int:
+        """Return the length of the longest end of the text that is the beginning of a stop string."""
         tail = self._decoded[start:]
         return max(
             (n for text in self._stop for n in range(1, min(len(text), len(tail) + 1)) if tail.endswith(text[:n])),

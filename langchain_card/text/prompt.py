@@ -1,4 +1,4 @@
-"""Chat messages to prompt token ids, with the model's own chat template."""
+"""Chat messages to prompt token ids, by the model's own chat template."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _MADE = ("tool_call", "tool_use")
 _TEXTS = ("content", "reasoning_content")
 
 BEYOND_REPAIR = ']"]'
-"""Behind the arguments of a call that is not to be made, in a stream, where LangChain would complete them."""
+"""Suffix for the arguments of a call that must not be executed; in a stream LangChain would complete them."""
 
 
 def to_conversation(messages: Sequence[BaseMessage], model: str) -> list[Turn]:
-    """Messages in the form that chat templates take.
+    """Convert messages to the turns that chat templates take.
 
-    Text blocks are joined. What an AI message thought goes into `reasoning_content`, and its blocks that repeat
-    `tool_calls` are left out, so that answers stored with `output_version="v1"` can be sent back; calls that could not
-    be read are text. Results of tools in a human message become turns of their own, before it. Templates have no place
-    for a result's status: one that is an error says so in its first word.
+    Text blocks are joined. Thoughts of an AI message become `reasoning_content`, and its blocks that repeat
+    `tool_calls` are left out, so that answers stored with `output_version="v1"` can be sent back; invalid calls become
+    text. Results of tools in a human message become turns of their own, before it. Templates have no place for a
+    result's status, so an error starts with the word "Error".
 
     Args:
         messages: system, human, AI, tool and chat messages; text only.
-        model: its name, for errors.
+        model: name of the model, for errors.
 
     Raises:
-        InvalidInputError: no messages, or a message of another kind.
-        UnsupportedContentError: content that is not text.
+        InvalidInputError: there are no messages, or a message is of another kind.
+        UnsupportedContentError: content is not text.
     """
     if not messages:
         raise InvalidInputError("messages", [], "must hold at least one message", "pass a string or a list of messages")
@@ -69,21 +69,21 @@ def encode(
     document: Mapping[str, Any] | None = None,
     max_len: int | None = None,
 ) -> list[int]:
-    """Prompt token ids of a conversation, the header of the answer included.
+    """Return the prompt token ids of a conversation, the header of the answer included.
 
-    Control tokens in it are the template's own: where a text spells one, it is read as ordinary characters. When the
-    template refuses the conversation, neighbours of one role are merged; then system turns become the user's, too.
+    Only the template writes control tokens: text that spells one is read as ordinary characters. If the template
+    refuses the conversation, adjacent turns of one role are merged; then system turns also become the user's.
 
     Args:
-        conversation: of `to_conversation`.
-        tokenizer: of transformers, with a chat template.
-        model: its name, for errors.
-        tools: that the model may call, in OpenAI's form; see `tools.form` for how the model is told of them.
-        document: schema of the document that the answer is to be, if it is to be one.
+        conversation: a result of `to_conversation`.
+        tokenizer: a tokenizer of transformers, with a chat template.
+        model: name of the model, for errors.
+        tools: tools that the model may call, in OpenAI's form; `text/tool_form.py` writes them if the template cannot.
+        document: schema of the document that the answer must be, if any.
         max_len: tokens of the context; a text that cannot fit is refused before its tokens are counted.
 
     Raises:
-        ContextOverflowError: see `check_length`.
+        ContextOverflowError: the text cannot fit, see `check_length`.
         InvalidInputError: there is no chat template, it refuses the conversation, or makes control tokens of a text.
     """
     if not tokenizer.chat_template:
@@ -91,30 +91,30 @@ def encode(
         raise InvalidInputError("model", model, "its tokenizer has no chat template", hint)
     refusal: TemplateError | None = None
     map_texts([list(conversation), list(tools)], _check_text)
-    told = list(conversation)
+    described = list(conversation)
     if not tool_form(tokenizer).native:
-        told, tools = describe_tools(told, tools), ()
+        described, tools = describe_tools(described, tools), ()
     if document is not None:
-        told = describe_document(told, document)
-    for turns in _forms(told):
+        described = describe_document(described, document)
+    for turns in _forms(described):
         try:
             return _ids(turns, list(tools), tokenizer, model, max_len)
         except TemplateError as error:  # noqa: PERF203 - three times at most
             refusal = refusal or error
-    roles, words = [turn["role"] for turn in conversation], control_tokens(tokenizer).unmark(str(refusal))
-    raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {words}") from refusal
+    roles, reason = [turn["role"] for turn in conversation], control_tokens(tokenizer).unmark(str(refusal))
+    raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {reason}") from refusal
 
 
 def check_length(text: str, tokenizer: Any, max_len: int) -> None:
-    """Refuses a text of so many characters that its tokens cannot fit: to count them may take many seconds.
+    """Raise if a text has so many characters that its tokens cannot fit; counting the tokens may take many seconds.
 
     Args:
-        text: as the tokenizer is to read it.
-        tokenizer: of transformers.
+        text: text for the tokenizer.
+        tokenizer: a tokenizer of transformers.
         max_len: tokens of the context.
 
     Raises:
-        ContextOverflowError: as it says.
+        ContextOverflowError: the text has too many characters.
     """
     if tokenizer not in _most_chars:
         _most_chars[tokenizer] = _chars_per_token(tokenizer)
@@ -127,7 +127,7 @@ _most_chars: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
 def _chars_per_token(tokenizer: Any) -> float:
-    """Characters that a token stands for at most; infinite where text may vanish before it becomes tokens."""
+    """Return the most characters that a token can stand for; infinite if text may vanish before it becomes tokens."""
     backend, vocab = tokenizer.backend_tokenizer, tokenizer.get_vocab()
     keeps_all = (
         "ByteLevel" in repr(backend.decoder)
@@ -136,7 +136,7 @@ def _chars_per_token(tokenizer: Any) -> float:
         and "Removed" not in repr(backend.pre_tokenizer)
         and not any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
     )
-    return 2 * max(map(len, vocab)) if keeps_all else math.inf  # NFC makes of two characters a byte at least
+    return 2 * max(map(len, vocab)) if keeps_all else math.inf  # NFC turns two characters into at least one byte
 
 
 def _check_text(text: str) -> str:
@@ -151,7 +151,7 @@ def _check_text(text: str) -> str:
 
 
 def _parts(message: BaseMessage) -> list[BaseMessage]:
-    """The message, or the results of tools in it, where a human brings them, and what is left."""
+    """Split a human message with results of tools into these and the rest; return other messages as they are."""
     if not isinstance(message, HumanMessage) or isinstance(message.content, str):
         return [message]
     results = [block for block in message.content if isinstance(block, dict) and block.get("type") == "tool_result"]
@@ -182,7 +182,7 @@ def _turn(message: BaseMessage, model: str) -> Turn:
         turn |= {"reasoning_content": str(thought)} if thought else {}
         calls = _calls(message)
         turn |= {"tool_calls": calls} if calls else {}
-        turn["content"] = "\n".join(filter(None, [turn["content"], *map(_written, message.invalid_tool_calls)]))
+        turn["content"] = "\n".join(filter(None, [turn["content"], *map(_call_text, message.invalid_tool_calls)]))
     return turn
 
 
@@ -199,13 +199,13 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
 
 
-def _written(call: InvalidToolCall) -> str:
+def _call_text(call: InvalidToolCall) -> str:
     name, arguments = json.dumps(call["name"], ensure_ascii=False), (call["args"] or "").removesuffix(BEYOND_REPAIR)
     return f'{{"name": {name}, "arguments": {arguments}'
 
 
 def _calls(message: AIMessage) -> list[dict[str, Any]]:
-    """Those of the message, then those that only a block of it tells of."""
+    """Return the calls of a message, then those that only its content blocks hold."""
     known = {call["id"] for call in message.tool_calls}
     blocks = [block for block in message.content if isinstance(block, dict) and block.get("type") in _MADE]
     others = [
@@ -217,7 +217,7 @@ def _calls(message: AIMessage) -> list[dict[str, Any]]:
 
 
 def _add(block: str | dict[Any, Any], turn: Turn, model: str) -> None:
-    """Makes a block part of its turn. Here a target that reads more than text would take what it reads."""
+    """Add a content block to its turn. A target that reads more than text would be supported here."""
     if isinstance(block, str):
         block = {"type": "text", "text": block}
     kind, by_model = str(block.get("type")), turn["role"] == "assistant"
@@ -235,7 +235,7 @@ def _add(block: str | dict[Any, Any], turn: Turn, model: str) -> None:
 
 
 def _ids(turns: list[Turn], tools: list[dict[str, Any]], tokenizer: Any, model: str, max_len: int | None) -> list[int]:
-    """Token ids; the control tokens among them are those of the same turns with harmless texts."""
+    """Return token ids, after a check that their control tokens are those of the same turns with harmless texts."""
     control = control_tokens(tokenizer)
 
     def apply(turns: list[Turn], tools: list[dict[str, Any]], tokenize: bool = False) -> Any:
@@ -257,14 +257,14 @@ def _ids(turns: list[Turn], tools: list[dict[str, Any]], tokenizer: Any, model: 
 
 
 def _forms(turns: list[Turn]) -> Iterator[list[Turn]]:
-    """Conversations that say the same, in the order in which they are tried."""
+    """Yield equivalent conversations, in the order in which they are tried."""
     yield turns
     yield _merged(turns)
     yield _merged([{**turn, "role": "user"} if turn["role"] == "system" else turn for turn in turns])
 
 
 def _merged(turns: list[Turn]) -> list[Turn]:
-    """Neighbours of one role as one turn; results of tools stay apart, each belongs to a call."""
+    """Merge adjacent turns of one role; results of tools stay apart, because each belongs to a call."""
     merged: list[Turn] = []
     for turn in turns:
         if merged and turn["role"] == merged[-1]["role"] != "tool":
@@ -275,7 +275,7 @@ def _merged(turns: list[Turn]) -> list[Turn]:
 
 
 def _joined(first: Turn, second: Turn) -> Turn:
-    """Two turns of one role as one; a name stays if it is that of both."""
+    """Join two turns of one role; a name stays if both have it."""
     both = {**first, **second}
     for key in _TEXTS:
         if key in both:

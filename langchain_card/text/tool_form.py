@@ -1,9 +1,9 @@
-"""How a model writes a call: as its own chat template has it, or in a block of JSON.
+"""`ToolForm`: the way a model writes calls, by its own chat template or as a block of JSON.
 
-A template is used as it is when it tells the model of tools, calls and results the way Qwen 2.5, Qwen 3, Hermes and
-many others were trained on: JSON between `<tool_call>` tags. Where a model's template knows no tools, or garbles them
+A template is used as it is if it describes tools, calls and results in the form that Qwen 2.5, Qwen 3, Hermes and many
+others were trained on: JSON between `<tool_call>` tags. If a template does not support tools, or garbles them
 (conversions of Qwen2.5-Coder to GGUF double the braces, and the model copies them), tools are described in the system
-message, and a call is a fenced block of JSON: what coder models write of themselves.
+message, and a call is a fenced block of JSON, which coder models write by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 Turn = dict[str, Any]
 
 SYSTEM = "You are a helpful assistant."
-"""Said where tools are to be described and there is no system message."""
+"""The system message, if there is none, to which descriptions are appended."""
 
 _INTRODUCTION = """
 
@@ -42,16 +42,17 @@ Write your answer as a JSON document of this schema, with nothing around it:
 {schema}"""
 
 NEXT = "Answer the question with it, or call the next function if something is still missing."
-"""Said after the results of an answer's calls. Without it small models make the same call again (docs/LOG.md)."""
+"""Text after the results of an answer's calls; without it small models repeat their call (docs/LOG.md, 2026-11-22)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a model writes calls.
+    """The form of a model's calls.
 
     Attributes:
-        opening, closing: around the JSON of a call.
-        native: the chat template describes tools, calls and results itself.
+        opening: text before the JSON of a call.
+        closing: text after it.
+        native: whether the chat template describes tools, calls and results itself.
     """
 
     opening: str
@@ -60,17 +61,17 @@ class ToolForm:
 
 
 BLANKS = " \t\r\n"
-"""What may stand around the parts of a call, and behind a thought."""
+"""White space that may separate the parts of a call, and follow a thought."""
 
 MAX_BLANKS = 2
-"""In a row, in front of a call or of the mark of a thought: models that may write blanks without end do so."""
+"""Most blanks before a call or the mark of a thought; without a bound models may write blanks for ever."""
 
 FENCED = ToolForm("```json\n", "\n```", native=False)
 TAGGED = ToolForm("<tool_call>\n", "\n</tool_call>", native=True)
 
 
 def tool_form(tokenizer: Any) -> ToolForm:
-    """The form of a tokenizer of transformers, found out by trying its chat template once."""
+    """Return the form for a tokenizer of transformers, determined once from its chat template."""
     if tokenizer not in _known:
         _known[tokenizer] = TAGGED if _renders_tags(tokenizer) else FENCED
     return _known[tokenizer]
@@ -80,16 +81,16 @@ _known: WeakKeyDictionary[Any, ToolForm] = WeakKeyDictionary()
 
 
 def describe_document(turns: Sequence[Turn], schema: Mapping[str, Any]) -> list[Turn]:
-    """A conversation that asks for a document of a schema in its system message."""
+    """Return the conversation with a system message that requests a document of a schema."""
     return _with_system(turns, _DOCUMENT.format(schema=json.dumps(schema, ensure_ascii=False, default=str)))
 
 
 def describe_tools(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> list[Turn]:
-    """A conversation for templates that know no tools: `tools`, calls and their results written out.
+    """Return the conversation with tools, calls and results as text, for templates without support for tools.
 
     Args:
-        turns: as chat templates take them, `tool_calls` and turns of the role `tool` included.
-        tools: in OpenAI's form.
+        turns: turns for a chat template, with `tool_calls` and turns of the role `tool`.
+        tools: tools in OpenAI's form.
     """
     names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
     described = [_described(turn, names) for turn in turns]
@@ -103,7 +104,7 @@ def describe_tools(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> li
 
 
 def _with_system(turns: Sequence[Turn], more: str) -> list[Turn]:
-    """The conversation with more in its system message."""
+    """Return the conversation with text appended to its system message."""
     if not turns or turns[0]["role"] != "system":
         turns = [{"role": "system", "content": SYSTEM}, *turns]
     return [{**turns[0], "content": turns[0]["content"] + more}, *turns[1:]]
@@ -116,9 +117,9 @@ def _described(turn: Turn, names: dict[Any, str]) -> Turn:
     if not turn.get("tool_calls"):
         return turn
     calls = [_call_text(call["function"]) for call in turn["tool_calls"]]
-    said = [turn["content"]] if turn["content"] else []
+    content = [turn["content"]] if turn["content"] else []
     rest = {key: value for key, value in turn.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join([*said, *calls])}
+    return {**rest, "content": "\n".join([*content, *calls])}
 
 
 def _call_text(function: dict[str, Any]) -> str:
@@ -127,7 +128,7 @@ def _call_text(function: dict[str, Any]) -> str:
 
 
 def _renders_tags(tokenizer: Any) -> bool:
-    """Whether the template tells of tools, calls and results, and a call looks as `TAGGED` says."""
+    """Return whether the template writes tools, calls and results, and calls in the form `TAGGED`."""
     function = {"name": "zebra", "description": "of a stripe", "parameters": {"type": "object", "properties": {}}}
     call = {"type": "function", "id": "zebra-id1", "function": {"name": "zebra", "arguments": {"stripes": 7}}}
     turns = [
@@ -141,11 +142,11 @@ def _renders_tags(tokenizer: Any) -> bool:
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
         return False
     written = TAGGED.opening + '{"name": "zebra", "arguments": {"stripes": 7}}' + TAGGED.closing
-    told = all(words in text for words in (written, "of a stripe", "seven of them"))
-    return told and "{{" not in text and not _hidden(tokenizer)
+    complete = all(part in text for part in (written, "of a stripe", "seven of them"))
+    return complete and "{{" not in text and not _hides_tags(tokenizer)
 
 
-def _hidden(tokenizer: Any) -> bool:
-    """Whether the tags are control tokens that are left out of an answer's text."""
+def _hides_tags(tokenizer: Any) -> bool:
+    """Return whether the tags are special tokens, which are left out of an answer's text."""
     tags = (TAGGED.opening.strip(), TAGGED.closing.strip())
     return any(token.special and token.content in tags for token in tokenizer.added_tokens_decoder.values())

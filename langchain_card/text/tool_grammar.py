@@ -1,8 +1,8 @@
-"""The grammar of an answer that may call tools, must be a document of a schema, or either.
+"""Grammars of answers that may call tools, must be documents of a schema, or either.
 
-Calls may follow some text, and a model may write one in other ways than its form has it: the first may be a fenced
-block, stand between tags, or be bare JSON at the start, as far as the name of a tool. From there on it is a call, and
-goes on as one: what `CallReader` takes for a call is one here, too.
+Calls may follow text, and the first may deviate from the model's form: it may be a fenced block, stand between tags, or
+be bare JSON at the start. Once the name of a tool is complete it must go on as a call: the grammar and `CallReader`
+agree on what a call is.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from langchain_card.constraints.json_schema import json_rule
 from langchain_card.text.tool_form import MAX_BLANKS, TAGGED, ToolForm
 
 MAX_CALLS = 16
-"""In one answer; a model that repeats itself has to end somewhere."""
+"""Most calls in one answer, to stop a model that repeats itself."""
 
 _SPACE = r"[ \t\r\n]"
-"""One of `form.BLANKS`."""
+"""The characters of `tool_form.BLANKS` as a regular expression."""
 
 Thinking = Literal["never", "first", "begun"]
-"""Whether an answer may begin with a thought, or the prompt ended within one."""
+"""The place of a thought: none, at the start of the answer, or begun by the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What an answer may be.
+    """The forms that an answer may have.
 
     Attributes:
-        tools: that may be called, in OpenAI's form.
-        must_call: nothing but calls will do.
-        parallel: several calls may come in one answer.
-        schema: of the document that it is; None for any text, and where there are tools.
-        strict: refuse what of a schema cannot be enforced.
-        answer: a tool whose arguments are the answer's document, beside those that may be called. A model that calls
-            functions goes on to do so: told of a document it calls its last function again, told of a function for the
-            answer it calls that (docs/LOG.md).
+        tools: tools that may be called, in OpenAI's form.
+        must_call: whether the answer must consist of calls.
+        parallel: whether an answer may hold several calls.
+        schema: schema of the document that the answer must be; None for any text, and if there are tools.
+        strict: whether to refuse schemas of which a part cannot be enforced.
+        answer: a tool whose arguments are the answer's document, besides those that may be called. A model that calls
+            functions calls its last one again if the prompt requests a document; it calls a function for the answer
+            if there is one (docs/LOG.md, 2026-11-22).
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -50,23 +50,23 @@ class AnswerShape:
 
     @property
     def names(self) -> list[str]:
-        """Of the tools, the one for the answer last."""
+        """Names of the tools, the one for the answer last."""
         return [tool["function"]["name"] for tool in (*self.tools, *([self.answer] if self.answer else []))]
 
     @property
     def is_free(self) -> bool:
-        """Whether any text will do."""
+        """Whether the answer may be any text."""
         return not self.must_call and self.schema is None and self.answer is None
 
 
 def answer_grammar(shape: AnswerShape, form: ToolForm, control: Container[str], thinking: Thinking = "never") -> str:
-    """For `SamplingParams.grammar`; "" where nothing is asked.
+    """Return the grammar of an answer for `SamplingParams.grammar`; "" if any text is allowed and there are no tools.
 
     Args:
-        shape: of the answer.
-        form: in which calls are written.
-        control: the tokenizer's added tokens: a tag that is one of them is written as one token.
-        thinking: what comes before.
+        shape: the forms that the answer may have.
+        form: the form of calls.
+        control: the tokenizer's added tokens; a tag among them is written as one token.
+        thinking: the place of a thought before the answer.
     """
     if not shape.tools and shape.schema is None:
         return ""
@@ -74,7 +74,7 @@ def answer_grammar(shape: AnswerShape, form: ToolForm, control: Container[str], 
     if thinking != "never":
         rules.append(f"thought: (thought_end{' | TEXT? </think>' if '</think>' in control else ''}) SPACE?")
         rules.append(r"thought_end[lazy]: /(?s:.*)<\/think>/")
-    if thinking == "first":  # lazy: nothing that goes on behind it can be text
+    if thinking == "first":  # lazy, so that nothing after it can be text
         rules.append(f"think: think_begin{' | SPACE? <think>' if '<think>' in control else ''}")
         rules.append(f"think_begin[lazy]: /{_SPACE}{{0,{MAX_BLANKS}}}<think>/")
     terminals = ["TEXT: /(?s:.+)/", f"SPACE: /{_SPACE}{{1,{MAX_BLANKS}}}/"]
@@ -101,13 +101,13 @@ def _body(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Iterat
 
 
 def _named(tool: Mapping[str, Any], key: object) -> str:
-    """The JSON of a call."""
+    """Return the JSON of a call as an expression."""
     head = '{"name": ' + json.dumps(tool["function"]["name"])
     return f"{_text(head)} rest_{key}"
 
 
 def _arguments(tool: Mapping[str, Any], key: object, shape: AnswerShape) -> Iterator[str]:
-    """Rules of what follows its name."""
+    """Yield the rules for the part of a call after its name."""
     function = tool["function"]
     strict, field = bool(function.get("strict", shape.strict)), f"parameters of {function['name']}"
     arguments = json_rule(function["parameters"], strict=strict, field=field)
@@ -116,7 +116,7 @@ def _arguments(tool: Mapping[str, Any], key: object, shape: AnswerShape) -> Iter
 
 
 def _calls(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Iterator[str]:
-    """Rules of the first call and of those behind it."""
+    """Yield the rules for the first call and those after it."""
     for i, tool in enumerate(shape.tools):
         yield from _arguments(tool, i, shape)
     yield f"named: {' | '.join(_named(tool, i) for i, tool in enumerate(shape.tools))}"
@@ -131,12 +131,12 @@ def _calls(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Itera
     tagged = _written(TAGGED.closing, control) if form.native else _text(TAGGED.closing)
     first = []
     for i, name in enumerate(names):
-        begun = rf"{_SPACE}*\{{{_SPACE}*\"name\"{_SPACE}*:{_SPACE}*{_regex(name)}"
-        yield rf"fenced_{i}[lazy]: /(?s:.*)```json{begun}/"
-        yield rf"bare_{i}[lazy]: /{begun}/"
+        head = rf"{_SPACE}*\{{{_SPACE}*\"name\"{_SPACE}*:{_SPACE}*{_regex(name)}"
+        yield rf"fenced_{i}[lazy]: /(?s:.*)```json{head}/"
+        yield rf"bare_{i}[lazy]: /{head}/"
         first += [rf'fenced_{i} rest_{i} "\n```"', f"bare_{i} rest_{i}"]
         if not opens:
-            yield rf"tagged_{i}[lazy]: /(?s:.*){tag}{begun}/"
+            yield rf"tagged_{i}[lazy]: /(?s:.*){tag}{head}/"
             first.append(f"tagged_{i} rest_{i} {tagged}")
     if opens:
         yield f"opened[lazy]: /(?s:.*){tag}/"
@@ -148,7 +148,7 @@ def _calls(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Itera
 
 
 def _written(mark: str, control: Container[str]) -> str:
-    """A mark, with its tag as one token where it is one."""
+    """Return a mark as an expression, with its tag as one token if the tokenizer has it."""
     tag = mark.strip()
     if tag not in control:
         return _text(mark)

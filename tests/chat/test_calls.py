@@ -130,7 +130,7 @@ def test_other_models_keep_their_engine_until_the_model_is_closed(
     model.temperature, model.seed = 1.0, 4
     assert model.invoke("hi", model=other_toy).response_metadata["card"]["seed"] == 4, "fields hold for all models"
     copied = model.model_copy()
-    assert copied._siblings is not model._siblings
+    assert copied._other_leases is not model._other_leases
     model.close()
     assert num_loaded_models() == before
     with pytest.raises(EngineClosedError):

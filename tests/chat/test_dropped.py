@@ -1,9 +1,8 @@
-"""Answers that nobody reads any more: streams dropped without a word, ctrl-c, batches that are left."""
+"""Answers without a reader end: those of failed or abandoned batches, and calls that ctrl-c interrupts."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.language_models.chat_model_stream import AsyncChatModelStream, ChatModelStream, SyncTextProjection
 
 from langchain_card import CARDChatModel
 from langchain_card.core.request import FinishReason
@@ -30,14 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta", "ignore:.*are in 
 def model(toy: dict[str, Any]) -> Iterator[CARDChatModel]:
     with CARDChatModel(**toy).load() as model:
         yield model
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture
@@ -61,62 +51,6 @@ def wait_for_ends(model: CARDChatModel, submitted: list[Generation], count: int 
     assert [generation._reason for generation in submitted] == [FinishReason.ABORT] * (
         len(submitted) if count is None else count
     )
-
-
-# LangChain's v3 streams.
-
-
-@pytest.mark.parametrize("part", ["", "text", "reasoning", "tool_calls"])
-def test_a_dropped_v3_stream_ends_its_answer(
-    model: CARDChatModel, submitted: list[Generation], no_gc: None, part: str
-) -> None:
-    stream = model.stream_events("hi", version="v3", max_tokens=LONG)
-    assert isinstance(stream, ChatModelStream)
-    read = iter(getattr(stream, part) if part else stream)
-    if part in ("", "text"):
-        next(read)
-        del stream
-        next(read)
-        assert not submitted[0].finished, "what was taken of it keeps it going"
-    else:
-        next(iter(stream))
-        del stream
-    del read
-    wait_for_ends(model, submitted)
-
-
-@pytest.mark.parametrize("part", ["", "text", "reasoning", "tool_calls", "output"])
-async def test_a_dropped_async_v3_stream_ends_its_answer(
-    model: CARDChatModel, submitted: list[Generation], no_gc: None, part: str
-) -> None:
-    stream = await model.astream_events("hi", version="v3", max_tokens=LONG)
-    assert isinstance(stream, AsyncChatModelStream)
-    async for _ in stream:
-        break
-    kept = getattr(stream, part) if part else stream
-    del stream
-    await asyncio.sleep(0.05)
-    assert not submitted[0].finished, "what was taken of it keeps it going"
-    del kept
-    await asyncio.sleep(0.05)
-    await asyncio.to_thread(wait_for_ends, model, submitted)
-    assert len(asyncio.all_tasks()) == 1
-
-
-async def test_v3_streams_are_langchains_own_otherwise(model: CARDChatModel) -> None:
-    text = model.invoke("hi").content
-    stream = model.stream_events("hi", version="v3")
-    parts = stream.text
-    assert isinstance(parts, SyncTextProjection)
-    assert "".join(parts) == text == str(parts) == parts.get()
-    assert parts.done and parts.error is None and parts and repr(parts) == repr(text)
-    assert stream.output.text == text and stream.output.usage_metadata["output_tokens"] == 8  # type: ignore[index]
-    astream = await model.astream_events("hi", version="v3")
-    assert "".join([piece async for piece in astream.text]) == text == await astream.text
-    assert (await astream.output).text == text == (await astream).text
-    assert [event async for event in astream]
-    async with await model.astream_events("hi", version="v3") as astream:
-        assert await astream.text == text
 
 
 # Batches.

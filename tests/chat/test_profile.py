@@ -275,7 +275,7 @@ def test_tools_are_counted_as_the_template_is_given_them(
     assert model.get_num_tokens_from_messages(CONVERSATION) == 5
     assert model.get_num_tokens_from_messages(CONVERSATION, tools=[]) == 5
     assert model.get_num_tokens_from_messages(CONVERSATION, tools=[Weather, add]) == 7
-    assert seen[0] == seen[1] == {}
+    assert seen[0] == seen[1] == {"tools": []}
     assert [given["function"]["name"] for given in seen[2]["tools"]] == ["Weather", "add"]
     assert {given["type"] for given in seen[2]["tools"]} == {"function"}
 

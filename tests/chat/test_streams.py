@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
-from langchain_core.language_models.chat_model_stream import AsyncTextProjection, SyncTextProjection
 from langchain_core.messages import AIMessageChunk
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -23,7 +22,6 @@ from langchain_core.runnables import RunnableParallel
 from langchain_core.tracers.base import BaseTracer
 
 from langchain_card import CARDChatModel
-from langchain_card.chat.readers import _Part
 from tests.support import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(is|are) in beta", "ignore:.*version='v1' is deprecated")
@@ -235,10 +233,10 @@ async def leave(model: CARDChatModel, kind: int, pieces: int, delay: float) -> N
     elif kind == 2:
         await asyncio.to_thread(leave_here, model, pieces)
     elif kind == 3:
-        stream = await model.astream_events("hi", version="v3", **options)
-        async for _ in stream.text:
-            if (pieces := pieces - 1) <= 0:
-                break
+        async with await model.astream_events("hi", version="v3", **options) as stream:
+            async for _ in stream.text:
+                if (pieces := pieces - 1) <= 0:
+                    break
     else:
         async for _ in (model | StrOutputParser()).astream_events("hi", version="v2", **options):
             if (pieces := pieces - 1) <= 0:
@@ -260,13 +258,3 @@ def test_a_handler_that_raises_does_not_stop_the_answer(toy: dict[str, Any], cap
         whole: Any = sum(model.stream("hi", {"callbacks": [Broken()]}), start=AIMessageChunk(""))
         assert whole.content == model.invoke("hi").content
         assert "planted" in caplog.text
-
-
-def test_doubles_of_projections_know_all_that_the_originals_do() -> None:
-    """What Python looks up in the class only must be handed on one by one (`consumers._Part`)."""
-    own = {
-        name for kind in (SyncTextProjection, AsyncTextProjection) for base in kind.__mro__[:-1] for name in vars(base)
-    }
-    plain = {"__module__", "__doc__", "__slots__", "__init__", "__abstractmethods__", "__dict__", "__weakref__"}
-    looked_up = {name for name in own if name.startswith("__") and name.endswith("__")} - plain
-    assert looked_up - {"__annotations__", "__firstlineno__", "__static_attributes__"} <= set(vars(_Part))

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic_core import to_jsonable_python
 
-from langchain_card.chat.readers import Consumer
+from langchain_card.chat.answer import AnswerConsumer
 from langchain_card.errors import InvalidInputError
 from langchain_card.serve.error_bodies import Problem
 from langchain_card.serve.events import Wire
@@ -31,7 +31,7 @@ def remote_routes(service: Service) -> APIRouter:
 
     async def invoke(body: InvokeRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
-        reader, run_id = service.reader(request, consumer := Consumer()), uuid4()
+        reader, run_id = service.reader(request, consumer := AnswerConsumer()), uuid4()
         items = once(lambda: reader.ainvoke(body.input, {"run_id": run_id}, **body.options))
         answer = await Exchange(service, request, items, consumer, "input").whole()
         return JSONResponse({"output": _plain(answer), "metadata": _about(run_id)})
@@ -39,7 +39,7 @@ def remote_routes(service: Service) -> APIRouter:
     async def batch(body: BatchRequest, request: Request) -> Response:
         _check_batch(service, body)
         options, run_ids = body.options, [uuid4() for _ in body.inputs]
-        reader = service.reader(request, consumer := Consumer())
+        reader = service.reader(request, consumer := AnswerConsumer())
         configs = [{"config": {"run_id": run_id}, **each} for run_id, each in zip(run_ids, options, strict=True)]
         items = once(lambda: reader.abatch_with(body.inputs, configs))
         answers = await Exchange(service, request, items, consumer, "inputs").whole()
@@ -48,14 +48,14 @@ def remote_routes(service: Service) -> APIRouter:
 
     async def stream(body: InvokeRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
-        reader, run_id = service.reader(request, consumer := Consumer()), uuid4()
+        reader, run_id = service.reader(request, consumer := AnswerConsumer()), uuid4()
         chunks = reader.astream(body.input, {"run_id": run_id}, **body.options)
         items = _named(chunks, ("metadata", {"run_id": str(run_id)}))
         return await Exchange(service, request, items, consumer, "input").stream(list, WIRE)
 
     async def stream_log(body: LogRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
-        reader = service.reader(request, consumer := Consumer())
+        reader = service.reader(request, consumer := AnswerConsumer())
         options: dict[str, Any] = {**body.filters, **body.options}
         patches = reader.astream_log(body.input, diff=True, **options)
         items = _named(patches, hold=1)
@@ -63,8 +63,9 @@ def remote_routes(service: Service) -> APIRouter:
 
     async def stream_events(body: LogRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
-        reader = service.reader(request, consumer := Consumer())
-        events = reader.astream_events(body.input, version="v2", **body.filters, **body.options)
+        reader = service.reader(request, consumer := AnswerConsumer())
+        options: dict[str, Any] = {**body.filters, **body.options}
+        events = reader.astream_events(body.input, version="v2", **options)
         items = _named(events, hold=1)
         return await Exchange(service, request, items, consumer, "input").stream(list, WIRE)
 

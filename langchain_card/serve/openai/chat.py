@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from langchain_core.messages import AIMessageChunk
 
-from langchain_card.chat.readers import Consumer
+from langchain_card.chat.answer import AnswerConsumer
 from langchain_card.serve.openai.messages import to_messages
 from langchain_card.serve.openai.objects import ChatChunks, chat_completion
 from langchain_card.serve.openai.requests import STREAMED
@@ -28,7 +28,7 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_messages(len(body.messages))
         messages, options, shown = to_messages(body.messages), body.options, body.model
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
-        model = service.reader(request, consumer := Consumer())
+        model = service.reader(request, consumer := AnswerConsumer())
         if not body.stream:
             items = once(lambda: model.ainvoke(messages, stop=stop, **options))
             answer = await Exchange(service, request, items, consumer, "messages").whole()

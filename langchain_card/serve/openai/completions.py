@@ -10,8 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from langchain_core.messages.ai import UsageMetadata
 
-from langchain_card.chat.answer import consuming_in_task, statistics
-from langchain_card.chat.readers import Consumer
+from langchain_card.chat.answer import AnswerConsumer, consuming_in_task, statistics
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.generation import Generation
@@ -32,7 +31,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check_name(body.model)
-        text = Continuation(service.reader(request, consumer := Consumer()), body, consumer)
+        text = Continuation(service.reader(request, consumer := AnswerConsumer()), body, consumer)
         if body.stream:
             return await Exchange(service, request, text.stream(), consumer, "prompt").stream(list)
         return JSONResponse(await Exchange(service, request, text.whole(), consumer, "prompt").whole())
@@ -49,7 +48,7 @@ class Continuation:
         consumer: of the text; it is told when the engine takes the request.
     """
 
-    def __init__(self, model: CARDChatModel, body: CompletionRequest, consumer: Consumer) -> None:
+    def __init__(self, model: CARDChatModel, body: CompletionRequest, consumer: AnswerConsumer) -> None:
         self._model, self._body, self._consumer = model, body, consumer
         self._head = head("text_completion", "cmpl", body.model)
         self._length = 0  # characters of the text so far

@@ -13,7 +13,7 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 
 from langchain_card._version import __version__
-from langchain_card.chat.readers import Consumer
+from langchain_card.chat.answer import AnswerConsumer
 from langchain_card.core.request import RequestStats
 from langchain_card.text.detokenizer import Piece
 
@@ -72,7 +72,7 @@ class ChatChunks:
         consumer: of the answer, where each object shall tell of its tokens, too.
     """
 
-    def __init__(self, model: str, include_usage: bool, consumer: Consumer | None = None) -> None:
+    def __init__(self, model: str, include_usage: bool, consumer: AnswerConsumer | None = None) -> None:
         self._head = head("chat.completion.chunk", "chatcmpl", model) | ({"usage": None} if include_usage else {})
         self._include_usage, self._consumer = include_usage, consumer
         self._begun = False
