@@ -35,7 +35,7 @@ test-core: setup ## the parts that need no model and no process (under a minute)
 	@$(PYTEST) -m "not slow and not pair" tests/core tests/text/test_detokenizer.py tests/text/test_call_reader.py
 
 test-rest: setup ## what `make test` leaves out (half an hour on two cores)
-	@$(PYTEST) -m "slow and not pair"
+	@$(PYTEST) $(TWO) -m "slow and not pair"
 
 test-all: test test-rest ## every test that does without the built-in pair (40 minutes on two cores)
 
