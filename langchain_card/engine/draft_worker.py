@@ -21,7 +21,7 @@ NO_EPOCH = -2
 
 
 class DraftWorker:
-    """Runs one drafter. Commands and steps may come from several threads and take turns.
+    """A worker that runs one drafter. Several threads may send commands and take steps, one at a time.
 
     Args:
         drafter: the drafter.

@@ -140,15 +140,15 @@ def _stack(
     lowest: ChosenDrafter | None,
 ) -> ModelDrafter:
     """Make the draft model's drafter (the first runner) and all levels below it, from the lowest up."""
-    below, left = None, [*zip(runners, vocabularies, strict=True)]
+    below, models = None, [*zip(runners, vocabularies, strict=True)]
     for level in reversed(levels):
         if lowest is not None and below is None:
             drafter = lowest.make()
         else:
-            runner, vocabulary = left.pop()
+            runner, vocabulary = models.pop()
             drafter = _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, below)
         below = Below(drafter, level.block, setting.vocab_size)
-    runner, vocabulary = left.pop()
+    runner, vocabulary = models.pop()
     return _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, below)
 
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Driver:
-    """Drives one coordinator with one target and any number of drafters.
+    """A loop that connects a coordinator with its target and any number of drafters.
 
     Args:
         coordinator: the protocol.
@@ -71,7 +71,7 @@ class Driver:
         self.post(lambda _: m.Proposed(proposal, published))
 
     def report_start(self, worker: str) -> None:
-        """Report that a drafter was started."""
+        """Report that a drafter has started."""
         self.post(lambda now: m.WorkerStarted(worker, now))
 
     def report_death(self, worker: str, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""`Engine`: decodes requests with a target model and drafters."""
+"""`Engine`: a target model with its drafters, ready to decode requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DRAIN_POLL_SECONDS = 0.02
 
 
 class Engine:
-    """Decodes requests with a target and any number of drafters. Usable from any thread; a context manager.
+    """A target model with any number of drafters, which decodes requests. Usable from any thread; a context manager.
 
     Args:
         config: models, devices and limits; the built-in pair by default.
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Maximal number of positions per sequence, prompt and answer together."""
+        """Maximum number of positions per sequence, prompt and answer together."""
         return self._pair.max_len
 
     @property
@@ -133,7 +133,7 @@ class Engine:
         return self._open_backend().num_open
 
     def health(self) -> dict[str, Health]:
-        """Return the health of the workers, by name: `"target"` and the drafters."""
+        """Return the health of the workers, by name: `"target"` and each drafter."""
         return self._open_backend().health()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Generation:

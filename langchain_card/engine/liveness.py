@@ -25,7 +25,7 @@ BAD_HEARTBEATS = 2
 
 
 class StepWatch:
-    """Times the steps of one worker. One thread runs the steps; any thread may read the health.
+    """A timer of one worker's steps. One thread runs the steps; any thread may read the health.
 
     Args:
         clock: source of time.
@@ -69,7 +69,7 @@ class StepWatch:
 
 
 class ProcessWatch:
-    """Decides when an engine's process must be killed. Each new process gets a new watch.
+    """A monitor that decides when an engine's process must be killed. Each process has its own.
 
     Args:
         clock: source of time.

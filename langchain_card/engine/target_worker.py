@@ -58,7 +58,7 @@ _Due: TypeAlias = tuple[_Sequence, Window]
 
 
 class TargetWorker:
-    """Runs the target model.
+    """A worker that runs the target model.
 
     A pass verifies the windows of all sequences whose text was read, and fills the rest of the row budget with unread
     text, oldest first. A window is verified in the pass that reads the last of the text before it.
@@ -187,17 +187,17 @@ class TargetWorker:
     def _share_out(self, due: Sequence[_Due]) -> tuple[list[Rows], list[_Due]]:
         """Return the unread text that this pass reads, and the windows that it verifies."""
         verified = [(sequence, window) for sequence, window in due if not sequence.unread(window)]
-        left = self._max_rows - sum(len(window.token_ids) for _, window in verified)
+        room = self._max_rows - sum(len(window.token_ids) for _, window in verified)
         texts: list[Rows] = []
         for sequence, window in due:
             unread = sequence.unread(window)
-            if not unread or left <= 0:
+            if not unread or room <= 0:
                 continue
-            texts.append(Rows(sequence.cache, unread[:left], sequence.cache.length))
-            left -= len(texts[-1].token_ids)
-            if len(texts[-1].token_ids) == len(unread) and len(window.token_ids) <= left:
+            texts.append(Rows(sequence.cache, unread[:room], sequence.cache.length))
+            room -= len(texts[-1].token_ids)
+            if len(texts[-1].token_ids) == len(unread) and len(window.token_ids) <= room:
                 verified.append((sequence, window))
-                left -= len(window.token_ids)
+                room -= len(window.token_ids)
         return texts, verified
 
 

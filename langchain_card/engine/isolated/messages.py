@@ -61,21 +61,21 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine takes requests, within these limits."""
+    """Report that the engine takes requests, within these limits."""
 
     limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The target starts to work on a request."""
+    """Report that the target starts to work on a request."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Committed tokens (fields of `core.messages.Emit`), and the request's statistics so far."""
+    """Committed tokens (the fields of `core.messages.Emit`), and the request's statistics so far."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -87,7 +87,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request ended."""
+    """Report that a request ended."""
 
     request_id: int
     reason: FinishReason
@@ -96,7 +96,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request could not be served."""
+    """Report that a request could not be served."""
 
     request_id: int
     error: Failed
@@ -104,7 +104,7 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class EngineHeartbeat:
-    """Sent once a second, also while the engine loads: the health of its workers, by name."""
+    """A sign of life, sent once a second, also while the engine loads: the health of its workers, by name."""
 
     workers: dict[str, Health]
 

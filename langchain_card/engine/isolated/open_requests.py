@@ -62,7 +62,7 @@ class OpenRequest:
 
     @property
     def end(self) -> FinishReason | None:
-        """Why the answer is complete, if it is although the process died before it reported the end."""
+        """Finish reason of an answer that was complete when the process died; None if it goes on."""
         request = self.consumer.request
         if self.aborted:
             return FinishReason.ABORT

@@ -29,7 +29,7 @@ NAME = "engine process"
 
 
 class Supervisor:
-    """A `ports.Backend`. Its one thread does all the work; the public methods only queue it.
+    """A `ports.Backend` in another process. The supervisor's thread does all the work; public methods only queue it.
 
     Args:
         config: of the engine.
@@ -323,7 +323,7 @@ def start_engine(
 
 
 class _FrameQueue(MessageQueue[Any]):
-    """Encodes messages when they are put, so that a bad message raises to its sender and the process survives."""
+    """A queue that encodes messages when they are put: a bad message raises to its sender, and the process survives."""
 
     def put(self, message: Any) -> None:
         """Append the message's frame; raises what `Direction.encode` raises."""

@@ -36,7 +36,7 @@ _CODE = (
 
 
 class ChildProcess:
-    """Starts a process. Two threads send and receive, so that callers never wait for a process that hangs.
+    """A child process. Two threads send and receive, so that callers never wait for a process that hangs.
 
     Args:
         module: its `main`, run in the process, calls `serve_parent`.
@@ -188,7 +188,7 @@ def fail(wire: Wire, error: Exception) -> None:
     """Send `error` to the parent and end this process."""
     try:
         if not isinstance(error, CARDError):
-            log.error("a process of its own fails", exc_info=error)
+            log.error("an error ends this process", exc_info=error)
         wire.send(Failed.of(error))
     finally:
         os._exit(1)

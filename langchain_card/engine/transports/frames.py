@@ -64,7 +64,7 @@ class Exhausted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeartbeat:
-    """Sent once a second: how long the worker's current step has taken, and how long it may take, in seconds."""
+    """A sign of life, sent once a second: seconds that the worker's current step has taken, and may take."""
 
     busy: float
     budget: float

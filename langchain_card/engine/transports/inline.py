@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class InlineTransport:
-    """Applies each command at once, and takes the granted steps in `work`.
+    """A transport that applies each command at once, and takes the granted steps in `work`.
 
     Args:
         worker: the drafter's worker.

@@ -24,7 +24,7 @@ SILENCE_SECONDS = 60.0
 
 
 class ProcessTransport:
-    """Starts a process with a worker in it, sends it commands and takes its reports.
+    """A transport to a worker in another process, which it starts and ends.
 
     Args:
         factory: "module:function", imported and called in the process; see `frames.Start`.

@@ -50,7 +50,7 @@ class MessageQueue(Generic[Message]):
 
 
 class Mailbox(MessageQueue[DraftCommand]):
-    """A queue of commands that drops those made needless by later ones.
+    """A queue of commands that drops those that later commands replace.
 
     A correction is cumulative and revokes granted steps, so it replaces the corrections and grants before it. The end
     of a request replaces everything since its beginning. So a worker that stalls has few commands to catch up on.
@@ -105,7 +105,7 @@ def work(worker: Worker, mailbox: Mailbox, but: Collection[int] = ()) -> None:
 
 
 class ThreadTransport:
-    """Queues commands for a worker thread, which applies them between its steps.
+    """A transport that queues commands for a worker thread, which applies them between its steps.
 
     Requests with any schedule but `parallel` have nothing to overlap, so their steps are taken on the sender's thread.
     That is also faster: each thread that runs torch on several cores keeps its own pool, and with more pooled threads
