@@ -1,1 +1,1 @@
-"""The workers, the loop that drives the core, and the engine around them."""
+"""The engine: workers, the driver around the core, and the transports between them."""

@@ -1,4 +1,4 @@
-"""What an engine in this process is put together from."""
+"""Assembly of an engine in this process: models, drafters, target and driver."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ def start_driver(
     config: EngineConfig,
     pair: Pair,
     constrain: Callable[[str], Constraint],
-    held: contextlib.ExitStack,
+    resources: contextlib.ExitStack,
     progress: Progress,
     observe: Observer | None = None,
 ) -> Driver:
-    """Loads the models, and starts all workers.
+    """Load the models and start all workers.
 
     Args:
-        config: of the engine, `max_num_seqs` filled in.
+        config: of the engine, with `max_num_seqs` filled in.
         pair: of the engine.
-        constrain: what a grammar allows, before the answer.
-        held: ends and frees everything when it is closed.
-        progress: told about a draft process that starts.
-        observe: shown what the coordinator hears and does.
+        constrain: makes the `Constraint` of a grammar.
+        resources: ends and frees everything when it is closed.
+        progress: receives the start of a draft process.
+        observe: called with every event and its effects.
 
     Raises:
-        CARDError: whatever loading raises.
+        CARDError: loading failed.
     """
     limits = config.limits
     config = config.settled(apart=(apart := needs_process(config, pair)))
     setting = setting_of(config, pair, constrain)
     rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
     steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)
-    beside, below = choose(config, setting, held)
-    model = _hold(pair.target, held)
-    drafts = [] if pair.draft is None or apart else [_hold(spec, held) for spec in (pair.draft, *pair.stack)]
+    beside, below = choose(config, setting, resources)
+    model = _acquire(pair.target, resources)
+    drafts = [] if pair.draft is None or apart else [_acquire(spec, resources) for spec in (pair.draft, *pair.stack)]
     threads = ThreadPlan(
         target_on_cpu=pair.target.device.type == "cpu",
         draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
@@ -84,22 +84,22 @@ def start_driver(
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
     core = Coordinator([*makers], limits, policy, pair.vocab_size, chains=strict, rule=rule)
     driver = Driver(core, make_target, {source.name: make for source, make in makers.items()}, observe=observe)
-    held.callback(_close_transports, driver)
+    resources.callback(_close_transports, driver)
     if apart:
         progress.update(f"load {config.draft_model} in a process of its own", 0, 0)
     for transport in driver.transports.values():
         transport.wait_ready()
     thread = threading.Thread(target=driver.run, name="card-target", daemon=True)
     thread.start()
-    held.callback(thread.join)
-    held.callback(driver.close)
+    resources.callback(thread.join)
+    resources.callback(driver.close)
     return driver
 
 
-def _hold(spec: ModelSpec, held: contextlib.ExitStack) -> Any:
-    """The model of a spec, until `held` is closed."""
+def _acquire(spec: ModelSpec, resources: contextlib.ExitStack) -> Any:
+    """Return the model of a spec, acquired until `resources` is closed."""
     model = acquire_model(spec)
-    held.callback(release_model, spec)
+    resources.callback(release_model, spec)
     return model
 
 

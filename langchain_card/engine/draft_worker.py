@@ -1,4 +1,4 @@
-"""The draft side: applies commands, and steps as long as it has leave to."""
+"""`DraftWorker`: applies commands to a drafter and takes the steps that are granted."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from langchain_card.ports import Budget, DraftCommand, Drafter, Health
 log = logging.getLogger(__name__)
 
 NO_EPOCH = -2
-"""Before any that a drafter may be in."""
+"""An epoch that no drafter uses."""
 
 
 class DraftWorker:
-    """Runs one drafter. Commands and steps may come from several threads and take turns.
+    """A worker that runs one drafter. Several threads may send commands and take steps, one at a time.
 
     Args:
         drafter: the drafter.
         publish: takes each proposal.
-        report_out_of_memory: told the requests that it had no memory for.
-        set_threads: called with the request's schedule before its steps, to fit the number of CPU threads to it.
+        report_out_of_memory: takes the ids of requests that the drafter had no memory for.
+        set_threads: called with the request's schedule before its steps, to set the number of CPU threads.
 
     Attributes:
-        begun: the `Begin` in force of every open request, by id.
-        leave: widths of the steps that may still be taken, by request id.
-        min_chance: what the nodes that they expand must have, by request id.
-        applied: output tokens that the drafter was told, by request id.
+        begun: the latest `Begin` of every open request, by id.
+        granted: widths of the steps that may still be taken, by request id.
+        min_chance: minimal chance of nodes that these steps expand, by request id.
+        applied: number of output tokens that the drafter has received, by request id.
     """
 
     def __init__(
@@ -47,48 +47,48 @@ class DraftWorker:
         self._publish = publish
         self._report_out_of_memory = report_out_of_memory
         self._set_threads = set_threads
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.begun: dict[int, Begin] = {}
-        self.leave: dict[int, tuple[int, ...]] = {}
+        self.granted: dict[int, tuple[int, ...]] = {}
         self.min_chance: dict[int, float] = {}
-        self._unread: dict[int, int] = {}  # tokens that the request's first step reads
+        self._unread: dict[int, int] = {}  # tokens that the first step of a request reads
         self.applied: dict[int, int] = {}
         self._watch = StepWatch(time.monotonic)
         self._warned = False
 
     def handle(self, command: DraftCommand) -> None:
-        """Applies one command; one for a request that is not open is ignored."""
-        with self._turn:
+        """Apply one command; commands for requests that are not open are ignored."""
+        with self._lock:
             self._apply(command)
 
     def work(self, request_ids: Collection[int]) -> None:
-        """Takes all steps that these requests have leave for, those of one step together."""
-        with self._turn:
+        """Take all steps granted to these requests; each step serves all of them together."""
+        with self._lock:
             while self._step(request_ids):
                 pass
 
     def step(self, but: Collection[int] = ()) -> bool:
-        """One step for every request that has leave, but these; False when none has."""
-        with self._turn:
-            return self._step(self.leave.keys() - but)
+        """Take one granted step for every request except `but`; return False if none has one."""
+        with self._lock:
+            return self._step(self.granted.keys() - but)
 
     def _apply(self, command: DraftCommand) -> None:
         match command:
             case Begin(_, request):
-                self.begun[request.request_id], self.leave[request.request_id] = command, ()
+                self.begun[request.request_id], self.granted[request.request_id] = command, ()
                 self._unread[request.request_id] = len(request.prompt_ids) + len(command.output_ids)
                 self.applied[request.request_id] = len(command.output_ids)
                 self.drafter.begin(request, command.output_ids)
             case Correct(_, request_id, start, token_ids) if request_id in self.begun:
-                self.leave[request_id] = ()
-                if start <= (applied := self.applied[request_id]):  # else one before it was lost
+                self.granted[request_id] = ()
+                if start <= (applied := self.applied[request_id]):  # else an earlier correction was lost
                     self.applied[request_id] = max(applied, start + len(token_ids))
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
-                self.leave[request_id] += widths
+                self.granted[request_id] += widths
                 self.min_chance[request_id] = command.min_chance
             case End(_, request_id) if request_id in self.begun:
-                del self.leave[request_id], self.begun[request_id], self.applied[request_id]
+                del self.granted[request_id], self.begun[request_id], self.applied[request_id]
                 self._unread.pop(request_id, None)
                 self.min_chance.pop(request_id, None)
                 self.drafter.end(request_id)
@@ -96,18 +96,18 @@ class DraftWorker:
     def _step(self, request_ids: Collection[int]) -> bool:
         budgets = [
             Budget(request_id, widths[0], self.min_chance[request_id])
-            for request_id, widths in self.leave.items()
+            for request_id, widths in self.granted.items()
             if widths and request_id in request_ids
         ]
         if not budgets:
             return False
         for budget in budgets:
-            self.leave[budget.request_id] = self.leave[budget.request_id][1:]
+            self.granted[budget.request_id] = self.granted[budget.request_id][1:]
         self._set_threads(self.begun[budgets[0].request_id].schedule)
         for proposal in self._proposals(budgets):
             request_id = proposal.request_id
             if not proposal.token_ids:
-                self.leave[request_id] = ()  # it cannot grow before the next correction
+                self.granted[request_id] = ()  # it cannot grow before the next correction
             self._publish(replace(proposal, incarnation=self.begun[request_id].incarnation))
         return True
 
@@ -115,50 +115,50 @@ class DraftWorker:
         size = sum(budget.width + self._unread.pop(budget.request_id, 0) for budget in budgets)
         try:
             with self._watch.step(size):
-                said = self.drafter.step(budgets)
-            return self._answers(budgets, said)
+                proposals = self.drafter.step(budgets)
+            return self._usable(budgets, proposals)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             for budget in budgets:
-                self.leave[budget.request_id] = ()
+                self.granted[budget.request_id] = ()
             self._report_out_of_memory(tuple(budget.request_id for budget in budgets))
             return []
 
-    def _answers(self, budgets: Sequence[Budget], said: Sequence[Proposal]) -> list[Proposal]:
-        """What can be used of what the drafter said, and empty proposals where it has no answer: who asked waits."""
-        heard = [p for p in said if isinstance(p, Proposal) and is_valid(p) and self._is_of_here(p)]
-        answered = {(p.request_id, p.applied_len) for p in heard}
+    def _usable(self, budgets: Sequence[Budget], proposals: Sequence[Proposal]) -> list[Proposal]:
+        """Return the usable proposals, and an empty one for each request without: the coordinator waits for it."""
+        usable = [p for p in proposals if isinstance(p, Proposal) and is_valid(p) and self._is_expected(p)]
+        answered = {(p.request_id, p.applied_len) for p in usable}
         wanted = [(budget.request_id, self.applied[budget.request_id]) for budget in budgets]
-        nothing = [_nothing(self.drafter.name, *each) for each in wanted if each not in answered]
-        if (nothing or len(heard) < len(said)) and not self._warned:
+        empty = [_empty_proposal(self.drafter.name, *key) for key in wanted if key not in answered]
+        if (empty or len(usable) < len(proposals)) and not self._warned:
             self._warned = True
             log.warning(
-                "drafter %r said what cannot be used, or nothing: a step wants one Proposal for each request, of "
-                "tuples of Python's own numbers, for the answer that it was told (docs/plugins.md says what, the "
-                "conformance suite what is wrong); said once",
+                "drafter %r returned unusable proposals, or too few: a step must return one Proposal for each request, "
+                "made of tuples of Python's own numbers, for the answer so far (docs/plugins.md has the rules, the "
+                "conformance suite finds the fault); this is logged once",
                 self.drafter.name,
             )
-        return [*heard, *nothing]
+        return [*usable, *empty]
 
-    def _is_of_here(self, proposal: Proposal) -> bool:
+    def _is_expected(self, proposal: Proposal) -> bool:
         return proposal.source == self.drafter.name and proposal.request_id in self.begun
 
     def health(self) -> Health:
-        """Whether its step takes no longer than it should; asked from any thread."""
+        """Return the worker's health; may be called from any thread."""
         return self._watch.health()
 
     def close(self) -> None:
-        """Frees the drafter."""
-        with self._turn:
+        """Free the drafter."""
+        with self._lock:
             self.begun.clear()
-            self.leave.clear()
+            self.granted.clear()
             try:
                 self.drafter.close()
             except Exception:
                 log.exception("a drafter could not be closed")
 
 
-def _nothing(source: str, request_id: int, applied_len: int) -> Proposal:
-    """Never admitted, for what it says of the drafter is made up: it ends the wait, and that is all."""
+def _empty_proposal(source: str, request_id: int, applied_len: int) -> Proposal:
+    """Make a proposal that ends the coordinator's wait; its epoch keeps it from being used for anything else."""
     return Proposal(source, request_id, NO_EPOCH, 0, applied_len, first=1, parents=(), token_ids=(), scores=())

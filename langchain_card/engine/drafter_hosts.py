@@ -1,9 +1,8 @@
-"""Where drafters live: on the target's thread, on a thread of their own, or in a process of their own."""
+"""Drafter hosting: makes each drafter on the target's thread, on its own thread, or in its own process."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,10 @@ from langchain_card.core.query import DrafterTraits
 from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine.draft_worker import DraftWorker
-from langchain_card.engine.plugin_drafters import Chosen, source_of
+from langchain_card.engine.plugin_drafters import ChosenDrafter, source_of
 from langchain_card.engine.transports.inline import InlineTransport
 from langchain_card.engine.transports.thread import ThreadTransport
-from langchain_card.errors import CARDError, DeviceError, InvalidInputError, ModelStoreError, is_out_of_memory
+from langchain_card.errors import CARDError, DeviceError, ModelStoreError, is_out_of_memory
 from langchain_card.models.loader import ModelSpec, Pair, load_model
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, read_map
@@ -37,37 +36,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCRATCH = 64
-"""Unverified nodes that the draft holds KV for."""
+"""Number of unverified nodes that the draft model holds KV for."""
 
 FACTORY = f"{__name__}:build_worker"
 PLUGIN_FACTORY = f"{__name__}:build_plugin_worker"
 
 
 def needs_process(config: EngineConfig, pair: Pair) -> bool:
-    """Whether the draft model gets a process of its own.
-
-    Raises:
-        InvalidInputError: it should have one, and msgspec is not installed.
-    """
+    """Return whether the draft model gets a process of its own."""
     if pair.draft is None or config.draft_transport == "thread":
         return False
     if config.draft_transport == "process":
-        return _check_process()
+        return True
     devices = pair.target.device, pair.draft.device
     if devices[0] == devices[1] or any(device.type != "cuda" for device in devices):
         return False
     if config.stack:
         log.info("the draft runs on a thread, with the drafters below it: a process has room for one drafter")
         return False
-    if importlib.util.find_spec("msgspec") is not None:
-        return True
-    log.info("the draft runs on a thread: msgspec, which a process needs, is not installed")
-    return False
-
-
-def _check_process() -> Literal[True]:
-    if importlib.util.find_spec("msgspec") is None:
-        raise InvalidInputError("draft_transport", "process", "needs the package msgspec", "pip install msgspec")
     return True
 
 
@@ -77,29 +63,26 @@ def transport_makers(
     threads: ThreadPlan,
     models: Sequence[Any],
     setting: Setting,
-    beside: Sequence[Chosen],
-    below: Chosen | None,
+    beside: Sequence[ChosenDrafter],
+    below: ChosenDrafter | None,
 ) -> dict[DrafterTraits, Callable[[Driver], Transport]]:
-    """For each drafter what makes its transport, with a fresh worker behind it.
+    """Return for each drafter a function that makes its transport, with a new worker behind it.
 
     Args:
         config: of the engine.
         pair: of the engine.
-        threads: CPU threads of either side.
-        models: the draft model and those of the stack; none when it lives in a process of its own, or there is none.
-        setting: of the engine's plug-ins.
+        threads: CPU threads of target and draft.
+        models: the draft model and those of the stack; empty without a draft model, or if it has a process.
+        setting: of the engine, for plug-ins.
         beside: drafters beside the draft model or in its place.
-        below: the one below it.
-
-    Raises:
-        InvalidInputError: a drafter should have a process, and msgspec is not installed.
+        below: the drafter below the draft model.
     """
     makers: dict[DrafterTraits, Callable[[Driver], Transport]] = {}
     for chosen in beside:
-        make = functools.partial(_here, chosen.make, threads)
-        if chosen.source.paced and config.draft_transport == "process" and _check_process():
-            told = _told(setting, chosen.spec, pair.target.folder, threads.draft("parallel"))
-            make = functools.partial(_in_process, chosen.source.name, PLUGIN_FACTORY, told)
+        make = functools.partial(_local_transport, chosen.make, threads)
+        if chosen.source.paced and config.draft_transport == "process":
+            arguments = _plugin_arguments(setting, chosen.spec, pair.target.folder, threads.draft("parallel"))
+            make = functools.partial(_process_transport, chosen.source.name, PLUGIN_FACTORY, arguments)
         makers[chosen.source] = make
     if pair.draft is not None and not models:
         sizes: dict[str, str | int] = {
@@ -110,18 +93,18 @@ def transport_makers(
             "num_threads": threads.draft("parallel"),
             "target_folder": str(pair.target.folder) if pair.vocabulary is not None else "",
         }
-        arguments = {**_fields(pair.draft), **sizes}
-        makers[source_of(ModelDrafter)] = functools.partial(_in_process, ModelDrafter.name, FACTORY, arguments)
+        arguments = {**_model_arguments(pair.draft), **sizes}
+        makers[source_of(ModelDrafter)] = functools.partial(_process_transport, ModelDrafter.name, FACTORY, arguments)
     elif pair.draft is not None:
         execution = config.execution_on(pair.draft.device.type)
         runners = [_runner(model, pair.max_len, config.limits.num_seqs, execution) for model in models]
         draft = functools.partial(_stack, config.levels, runners, pair.vocabularies, setting, below)
-        makers[source_of(ModelDrafter)] = functools.partial(_here, draft, threads)
+        makers[source_of(ModelDrafter)] = functools.partial(_local_transport, draft, threads)
     return makers
 
 
 def setting_of(config: EngineConfig, pair: Pair, constrain: Callable[[str], Constraint]) -> Setting:
-    """Where this engine's plug-ins work."""
+    """Return the setting for this engine's plug-ins."""
     return Setting(
         vocab_size=pair.vocab_size,
         max_len=pair.max_len,
@@ -145,7 +128,7 @@ def _model_drafter(
     vocabulary: VocabularyMap | None = None,
     lower: LowerLevel | None = None,
 ) -> ModelDrafter:
-    runner.pool.forget()  # what one that died had left there
+    runner.pool.forget()  # the KV of a drafter that died
     return ModelDrafter(runner, vocab_size=vocab_size, constrain=constrain, vocabulary=vocabulary, lower=lower)
 
 
@@ -154,23 +137,23 @@ def _stack(
     runners: Sequence[ModelRunner],
     vocabularies: Sequence[VocabularyMap | None],
     setting: Setting,
-    lowest: Chosen | None,
+    lowest: ChosenDrafter | None,
 ) -> ModelDrafter:
-    """The draft model, which is the first of the runners, with all levels below it, made from the lowest up."""
-    lower, left = None, [*zip(runners, vocabularies, strict=True)]
+    """Make the draft model's drafter (the first runner) and all levels below it, from the lowest up."""
+    lower, models = None, [*zip(runners, vocabularies, strict=True)]
     for level in reversed(levels):
         if lowest is not None and lower is None:
             drafter = lowest.make()
         else:
-            runner, vocabulary = left.pop()
+            runner, vocabulary = models.pop()
             drafter = _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, lower)
         lower = LowerLevel(drafter, level.block, setting.vocab_size)
-    runner, vocabulary = left.pop()
+    runner, vocabulary = models.pop()
     return _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, lower)
 
 
-def _here(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> Transport:
-    """In this process: what costs device time gets a thread of its own."""
+def _local_transport(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> Transport:
+    """Host a drafter in this process: on its own thread if its steps cost device time, else inline."""
     drafter = make()
     worker = DraftWorker(
         drafter,
@@ -184,8 +167,8 @@ def _here(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> T
     return InlineTransport(worker, name=drafter.name, on_death=on_death)
 
 
-def _in_process(name: str, factory: str, arguments: Mapping[str, str | int], driver: Driver) -> Transport:
-    from langchain_card.engine.transports.process import ProcessTransport  # needs msgspec
+def _process_transport(name: str, factory: str, arguments: Mapping[str, str | int], driver: Driver) -> Transport:
+    from langchain_card.engine.transports.process import ProcessTransport  # imports msgspec
 
     return ProcessTransport(
         factory,
@@ -198,11 +181,11 @@ def _in_process(name: str, factory: str, arguments: Mapping[str, str | int], dri
     )
 
 
-def _told(setting: Setting, spec: str, folder: Path, num_threads: int) -> dict[str, str | int]:
-    """As `build_plugin_worker` takes it."""
+def _plugin_arguments(setting: Setting, spec: str, folder: Path, num_threads: int) -> dict[str, str | int]:
+    """Return the arguments of `build_plugin_worker`."""
     numbers = {name: getattr(setting, name) for name in ("vocab_size", "max_len", "num_seqs", "eos_ids")}
-    sent = json.dumps({**numbers, "limits": asdict(setting.limits)})
-    return {"spec": spec, "folder": str(folder), "setting": sent, "num_threads": num_threads}
+    encoded = json.dumps({**numbers, "limits": asdict(setting.limits)})
+    return {"spec": spec, "folder": str(folder), "setting": encoded, "num_threads": num_threads}
 
 
 def build_plugin_worker(
@@ -214,20 +197,20 @@ def build_plugin_worker(
     setting: str,
     num_threads: int,
 ) -> DraftWorker:
-    """In a plug-in's process: makes the drafter that `spec` names, which knows of no grammars there.
+    """Make the worker of the drafter `spec`, in a plug-in's process. Grammars are not available there.
 
     Raises:
-        InvalidInputError: there is none, as where it was registered in the parent alone.
+        InvalidInputError: the drafter is unknown, for example because only the parent registered it.
     """
     use_threads(num_threads)
-    sent = json.loads(setting)
-    sent["limits"], sent["eos_ids"] = Limits(**sent["limits"]), tuple(sent["eos_ids"])
-    drafter = plugins.find("drafters", spec).make(Setting(**sent, tokenizer=read_tokenizer(Path(folder))))
+    fields = json.loads(setting)
+    fields["limits"], fields["eos_ids"] = Limits(**fields["limits"]), tuple(fields["eos_ids"])
+    drafter = plugins.find("drafters", spec).make(Setting(**fields, tokenizer=read_tokenizer(Path(folder))))
     return DraftWorker(drafter, publish, report_out_of_memory, lambda _: use_threads(num_threads))
 
 
-def _fields(spec: ModelSpec) -> dict[str, str | int]:
-    """As `build_worker` takes them."""
+def _model_arguments(spec: ModelSpec) -> dict[str, str | int]:
+    """Return the arguments of `build_worker` that describe the model."""
     return {
         "name": spec.name,
         "folder": str(spec.folder),
@@ -257,14 +240,14 @@ def build_worker(
     num_threads: int,
     target_folder: str,
 ) -> DraftWorker:
-    """In the draft's process: loads the draft model that a `ModelSpec` with these fields describes.
+    """Load the draft model of a `ModelSpec` and make its worker, in the draft's process.
 
-    A step takes `num_threads` CPU threads, whatever the schedule: this process does not know when the other one rests.
-    `target_folder` is that of a target with another vocabulary.
+    A step uses `num_threads` CPU threads under every schedule: this process does not know when the target rests.
+    `target_folder` is given if the target has another vocabulary.
 
     Raises:
         DeviceError: the device has no room for the model.
-        CARDError: it could not be loaded.
+        CARDError: the model could not be loaded.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -281,7 +264,7 @@ def build_worker(
 
 
 def _load(spec: ModelSpec) -> Any:
-    """The model, or one of our errors: any other could not be raised again in the parent."""
+    """Load the model; turns every error into a `CARDError`, which can be raised again in the parent."""
     try:
         return load_model(spec)
     except CARDError:

@@ -1,4 +1,4 @@
-"""The loop around the core: events in, effects out. It runs on the target's thread."""
+"""`Driver`: the loop around the core, events in and effects out. It runs on the target's thread."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class Driver:
-    """Drives one coordinator with one target and any number of drafters.
+    """A loop that connects a coordinator with its target and any number of drafters.
 
     Args:
         coordinator: the protocol.
-        make_target: makes the target's worker: here, and after a death on the driver's thread, which alone uses it.
-        make_transports: by drafter, makes its transport with a fresh worker behind it.
+        make_target: makes the target's worker, now and after each death; only the driver's thread uses the worker.
+        make_transports: by drafter, makes its transport with a new worker behind it.
         clock: source of time.
-        observe: shown every event and what followed from it.
+        observe: called with every event and its effects.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Driver:
         self._error: BaseException | None = None
         self._make_target, self._make_transports = make_target, make_transports
         self._watch = StepWatch(clock)
-        self._unread: dict[int, int] = {}  # tokens of texts that the target begins to read
+        self._unread: dict[int, int] = {}  # tokens of texts that the target has not read yet
         self._target = make_target()
         self.transports: dict[str, Transport] = {}
-        with contextlib.ExitStack() as made:  # those before one that cannot be made are closed
+        with contextlib.ExitStack() as made:  # if a transport cannot be made, those before it are closed
             for name, make in make_transports.items():
                 self.transports[name] = make(self)
                 made.callback(self.transports[name].close)
@@ -62,32 +62,32 @@ class Driver:
     # From any thread.
 
     def post(self, event: Callable[[float], m.Event]) -> None:
-        """Queues an event; `event` is called with the time at which it is handled."""
+        """Queue an event; `event` is called with the time at which it is handled."""
         self._inbox.post(event)
 
     def publish(self, proposal: m.Proposal) -> None:
-        """Takes a drafter's proposal."""
+        """Take a drafter's proposal."""
         published = self._clock()
         self.post(lambda _: m.Proposed(proposal, published))
 
     def report_start(self, worker: str) -> None:
-        """A drafter that was started is there."""
+        """Report that a drafter has started."""
         self.post(lambda now: m.WorkerStarted(worker, now))
 
     def report_death(self, worker: str, error: BaseException) -> None:
-        """A drafter died of `error`."""
+        """Report that a drafter died of `error`."""
         self.post(lambda now: m.WorkerDied(worker, now, repr(error)[:200]))
 
     def report_out_of_memory(self, worker: str, request_ids: tuple[int, ...]) -> None:
-        """A drafter could not work for these requests."""
+        """Report that a drafter had no memory for these requests."""
         self.post(lambda now: m.OutOfMemory(worker, request_ids, now))
 
     def announce(self, count: int) -> None:
-        """So many requests are about to come. An idle engine begins when all are there, or no more come."""
+        """Announce `count` requests. An idle engine starts when all have arrived, or when no more arrive."""
         self._inbox.announce(count)
 
     def submit(self, consumer: Consumer, output_ids: Sequence[int] = ()) -> None:
-        """Takes a request, perhaps with the beginning of its answer; it fails when the loop has ended."""
+        """Take a request, perhaps with the beginning of its answer; it fails when the loop has ended."""
         request, begun = consumer.request, tuple(output_ids)
         with self._ended:
             if self._error is None:
@@ -100,53 +100,53 @@ class Driver:
         consumer.fail(self._error)
 
     def stop(self, request_id: int, num_tokens: int | None = None) -> None:
-        """Ends a request after so many tokens; None where nobody wants it any more."""
+        """End a request after `num_tokens` tokens; None aborts it."""
         reason = FinishReason.ABORT if num_tokens is None else FinishReason.STOP
         self.post(lambda now: m.Stopped(request_id, reason, now, num_tokens))
 
     def pause(self, request_id: int, paused: bool) -> None:
-        """Holds a request that nobody reads, or lets it go on."""
+        """Hold a request whose consumer does not read, or resume it."""
         if not paused and not self._is_due():
             self._watch.expect()
         self.post(lambda now: m.Paused(request_id, paused, now))
 
     def drain(self) -> None:
-        """Takes no more requests, and writes all answers to their end, read or not."""
+        """Take no more requests, and write all answers to their end, read or not."""
         self.post(m.Draining)
 
     @property
     def num_open(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._consumers)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV on the target."""
+        """Number of requests that hold KV on the target."""
         return len(self.coordinator.scheduler.running)
 
     def health(self) -> dict[str, Health]:
-        """Of the target and the drafters, by name."""
-        found = {name: own.health() for name, own in self.transports.items()}
-        drafts = any(health.busy and health.ok for health in found.values())  # perhaps on the target's thread
-        found[m.TARGET] = self._watch.health(due=self._is_due() and not drafts)
-        lives = self.coordinator.workers
-        states = {name: "given up" if self._error is not None else lives.life(name).value for name in found}
-        return {name: replace(health, state=states[name]) for name, health in found.items()}
+        """Return the health of the target and of the drafters, by name."""
+        healths = {name: transport.health() for name, transport in self.transports.items()}
+        drafts = any(health.busy and health.ok for health in healths.values())  # perhaps on the target's thread
+        healths[m.TARGET] = self._watch.health(due=self._is_due() and not drafts)
+        workers = self.coordinator.workers
+        states = {name: "given up" if self._error is not None else workers.life(name).value for name in healths}
+        return {name: replace(health, state=states[name]) for name, health in healths.items()}
 
     def _is_due(self) -> bool:
-        """Whether a request could go on, or begin: posted ones are not in the scheduler yet."""
+        """Return whether a request could begin or go on; posted requests are not in the scheduler yet."""
         scheduler = self.coordinator.scheduler
         states = [*scheduler.running.values(), *scheduler.waiting.copy()]
         return len(self._consumers) > len(states) or any(not state.paused for state in states)
 
     def close(self) -> None:
-        """Ends the loop after the current step; requests that still run fail."""
+        """End the loop after the current step; requests that still run fail."""
         self._inbox.close()
 
     # On the target's thread.
 
     def run(self) -> None:
-        """Until closed."""
+        """Run the loop until the driver is closed."""
         error: BaseException = EngineClosedError("engine", "closed", "the engine was closed while the request ran")
         try:
             while not self._inbox.closed:
@@ -159,7 +159,7 @@ class Driver:
             self._fail_all(error)
 
     def step(self) -> None:
-        """Take in what happened and bring back who is due; then query, verify and commit."""
+        """Handle events and due restarts; then query, verify and commit."""
         for event in self._arrived():
             self._handle(event)
         self._restart_due()
@@ -168,18 +168,18 @@ class Driver:
         self._draft()
 
     def _arrived(self) -> list[m.Event]:
-        """Everything in the inbox; sleeps while there is nothing to do."""
+        """Return all events in the inbox; sleeps while there is nothing to do."""
         until = min([self._sleep_until, *(at for at, _ in self._restarts)])
         self._sleep_until = -math.inf
         return self._inbox.take(until, self._is_idle)
 
     def _is_idle(self) -> bool:
-        """Whether nothing runs, and there is room for more requests than those that wait."""
+        """Return whether nothing runs, and there is room for more requests than those that wait."""
         scheduler = self.coordinator.scheduler
         return not scheduler.running and len(scheduler.waiting) < scheduler.capacity
 
     def _handle(self, event: m.Event) -> bool:
-        """Whether anything was to be done."""
+        """Handle an event; return whether it had effects."""
         effects = self.coordinator.handle(event)
         if self._observe is not None:
             self._observe(event, effects)
@@ -192,7 +192,7 @@ class Driver:
                 case m.Verify(windows):
                     self._draft()
                     verified = [*self._verify(windows)]
-                    for event in (*self._arrived(), *verified):  # what was proposed meanwhile may be a hit
+                    for event in (*self._arrived(), *verified):  # proposals that came meanwhile may be hits
                         self._handle(event)
                 case m.Emit():
                     if self._emit(effect):
@@ -215,7 +215,7 @@ class Driver:
                     self._sleep_until = until
 
     def _draft(self) -> None:
-        """Drafts of requests that do not overlap with the target; ends drafters that hang."""
+        """Take draft steps that do not overlap with the target; kill drafters that hang."""
         for name, transport in self.transports.items():
             transport.work()
             if name in self.coordinator.workers and not transport.health().ok:
@@ -233,7 +233,7 @@ class Driver:
                 return
             log.exception("a target step failed for requests %s", request_ids)
             for request_id in self._consumers:
-                self._target.end(request_id)  # its successor needs the memory
+                self._target.end(request_id)  # the next worker needs the memory
             self._unread.clear()
             yield m.WorkerDied(m.TARGET, self._clock(), repr(error)[:200])
         else:
@@ -249,7 +249,7 @@ class Driver:
                 self._handle(event)
 
     def _restart(self, worker: str) -> m.Event | None:
-        """What is known of it at once: nothing of a drafter that is not there yet."""
+        """Restart a worker; return the event to handle, or None while the worker is still starting."""
         try:
             if worker == m.TARGET:
                 self._target = self._make_target()
@@ -274,7 +274,7 @@ class Driver:
                 self._fail(consumer, error)
 
     def _emit(self, emit: m.Emit) -> bool:
-        """Hands tokens to the consumer; True when a stop string ended the request with them."""
+        """Hand tokens to the consumer; return whether that ended the request."""
         consumer = self._consumers.get(emit.request_id)
         if consumer is None:
             return False
@@ -287,16 +287,16 @@ class Driver:
             if counted is None:
                 return False
             stopped = m.Stopped(emit.request_id, FinishReason.STOP, self._clock(), counted)
-        return self._handle(stopped)  # nothing to do when the same round had ended the request anyway
+        return self._handle(stopped)  # no effects if the request ended in the same round anyway
 
     def _fail(self, consumer: Consumer, error: Exception) -> None:
-        """Ends one request whose text could not be made."""
+        """Fail a request whose consumer raised."""
         log.error("request %s could not be handed out", consumer.request.request_id, exc_info=error)
         self._consumers.pop(consumer.request.request_id, None)
         consumer.fail(EngineError("request", consumer.request.request_id, f"its text could not be made ({error})"))
 
     def _fail_all(self, error: BaseException) -> None:
-        with self._ended:  # from here on nothing is queued
+        with self._ended:  # nothing is queued after this
             self._error = error
         for consumer in self._consumers.values():
             consumer.fail(error)

@@ -1,4 +1,4 @@
-"""`Engine`: a pair of models that answers requests."""
+"""`Engine`: a target model with its drafters, ready to decode requests."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _DRAIN_POLL_SECONDS = 0.02
 
 
 class Engine:
-    """Decodes with a target and, perhaps, drafters. Usable from any thread; a context manager.
+    """A target model with any number of drafters, which decodes requests. Usable from any thread; a context manager.
 
     Args:
-        config: which weights run where; the built-in pair by default.
-        progress: told about downloads, conversions and a draft process that starts.
+        config: models, devices and limits; the built-in pair by default.
+        progress: receives the progress of downloads, of conversions and of a draft process that starts.
         pair: models already resolved, in place of those that `config` names.
-        observe: shown every event and what followed from it; not where the engine has a process of its own.
+        observe: called with every event and its effects; not possible with `isolate`.
 
     Attributes:
-        config: the same, with what was left open filled in.
+        config: the configuration with all open values filled in.
         tokenizer: the target's.
-        grammars: those of its requests; `grammars.check` compiles one before it is submitted.
-        backend: what decodes them.
+        grammars: compiled grammars of the requests; `grammars.check` compiles one before it is submitted.
+        backend: decodes the requests, in this process or in another.
     """
 
     def __init__(
@@ -72,42 +72,42 @@ class Engine:
         self._ids = itertools.count()
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = self._draining = False
-        self._closer, self._gone = 0, threading.Event()
-        with contextlib.ExitStack() as held:  # all of it, or nothing
+        self._closing_thread, self._close_done = 0, threading.Event()
+        with contextlib.ExitStack() as resources:  # all freed if anything fails
             make = self._supervise if self.config.isolate else self._drive
-            self.backend: Backend = make(held, progress or Silent())
-            self._held = held.pop_all()
+            self.backend: Backend = make(resources, progress or Silent())
+            self._resources = resources.pop_all()
         _open_engines.add(self)
 
-    def _supervise(self, held: contextlib.ExitStack, progress: Progress) -> Supervisor:
-        """Loads everything in a process of its own."""
-        from langchain_card.engine.isolated.supervisor import Supervisor  # needs msgspec
+    def _supervise(self, resources: contextlib.ExitStack, progress: Progress) -> Supervisor:
+        """Load everything in another process."""
+        from langchain_card.engine.isolated.supervisor import Supervisor  # imports msgspec
 
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
         supervisor = Supervisor(self.config)
-        held.callback(supervisor.close)
+        resources.callback(supervisor.close)
         self.config = replace(self.config, limits=supervisor.wait_ready())
         return supervisor
 
-    def _drive(self, held: contextlib.ExitStack, progress: Progress) -> Driver:
-        """Loads what is loaded here, and starts all workers."""
+    def _drive(self, resources: contextlib.ExitStack, progress: Progress) -> Driver:
+        """Load the models in this process, and start all workers."""
         if self.config.lossy:
             log.warning("%s", lossy_note(self.config.acceptance))
         limits = self.config.limits
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
         num_seqs = min(check_budget(self._pair, wanted, limits.max_window, SCRATCH), limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
-        return start_driver(self.config, self._pair, self.grammars.start, held, progress, self._observe)
+        return start_driver(self.config, self._pair, self.grammars.start, resources, progress, self._observe)
 
     @property
     def devices(self) -> dict[str, str]:
-        """Where target and draft run."""
+        """Devices of target and draft, by name."""
         models = {"target": self._pair.target, "draft": self._pair.draft}
         return {name: ",".join(map(str, spec.devices)) for name, spec in models.items() if spec is not None}
 
     @property
     def coverage(self) -> float:
-        """Share of the draft's tokens that the target has, too: 1 with one vocabulary, 0 without a draft."""
+        """Share of the draft's tokens that the target also has: 1 with the same vocabulary, 0 without a draft."""
         if self._pair.draft is None:
             return 0.0
         return self._pair.vocabulary.coverage if self._pair.vocabulary is not None else 1.0
@@ -119,29 +119,29 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Positions per sequence, prompt and answer together."""
+        """Maximum number of positions per sequence, prompt and answer together."""
         return self._pair.max_len
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV on the target."""
+        """Number of requests that hold KV on the target."""
         return self._open_backend().num_running
 
     @property
     def num_open(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return self._open_backend().num_open
 
     def health(self) -> dict[str, Health]:
-        """Whether the workers are there and make progress, by name: `"target"`, the drafters."""
+        """Return the health of the workers, by name: `"target"` and each drafter."""
         return self._open_backend().health()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Generation:
-        """Queues a prompt.
+        """Queue a prompt and return its generation.
 
         Args:
             prompt_ids: token ids of `self.tokenizer`, at least one.
-            params: how to decode. `max_tokens` is cut to what the context leaves.
+            params: how to decode. `max_tokens` is cut to the room that the context leaves.
 
         Raises:
             InvalidInputError: a field breaks its bound.
@@ -152,15 +152,15 @@ class Engine:
         params = params or SamplingParams()
         limits = self.config.limits
         params.check(limits, self._pair.vocab_size)
-        asked, params = params.max_tokens, self._fit(prompt_ids, params)
+        max_tokens, params = params.max_tokens, self._fit(prompt_ids, params)
         if params.grammar:
-            self._check_grammar(params, asked, len(prompt_ids))
+            self._check_grammar(params, max_tokens, len(prompt_ids))
         request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
         generation = Generation(
             request,
             Detokenizer(self.tokenizer, params.stop),
-            lambda: self._tell(lambda backend: backend.stop(request.request_id)),
-            lambda paused: self._tell(lambda backend: backend.pause(request.request_id, paused)),
+            lambda: self._if_open(lambda backend: backend.stop(request.request_id)),
+            lambda paused: self._if_open(lambda backend: backend.pause(request.request_id, paused)),
             self.config.limits.max_unread,
         )
         backend = self._open_backend()
@@ -173,8 +173,8 @@ class Engine:
         return generation
 
     def announce(self, count: int) -> None:
-        """So many requests are about to be submitted, from any threads: they shall share their first pass, too."""
-        self._tell(lambda backend: backend.announce(count))
+        """Announce `count` requests that are about to be submitted, so that they share their first pass."""
+        self._if_open(lambda backend: backend.announce(count))
 
     def _open_backend(self) -> Backend:
         with self._lock:
@@ -200,24 +200,24 @@ class Engine:
             return params
         return replace(params, max_tokens=room)
 
-    def _check_grammar(self, params: SamplingParams, asked: int, num_prompt: int) -> None:
-        if params.max_tokens < self.grammars.shortest(params.grammar) <= asked:
+    def _check_grammar(self, params: SamplingParams, wanted_tokens: int, num_prompt: int) -> None:
+        if params.max_tokens < self.grammars.shortest(params.grammar) <= wanted_tokens:
             limit = f"leaves room for {params.max_tokens:,}, fewer than the shortest answer of this form"
             raise ContextOverflowError("prompt", f"{num_prompt:,} tokens", limit, "shorten the prompt")
         self.grammars.check(params.grammar, params.max_tokens)
 
-    def _tell(self, say: Callable[[Backend], None]) -> None:
+    def _if_open(self, call: Callable[[Backend], None]) -> None:
         with contextlib.suppress(EngineClosedError):
-            say(self._open_backend())
+            call(self._open_backend())
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Takes no more requests, and waits until those that were taken have ended.
+        """Take no more requests, and wait until all open requests have ended.
 
         Args:
-            timeout: seconds to wait at most; None for ever.
+            timeout: seconds to wait at most; None for no limit.
 
         Returns:
-            Whether all of them ended in time. The engine stays open, so that they may go on; `close` ends them.
+            True if all of them ended in time. The engine stays open, so that the others go on; `close` ends them.
         """
         backend = self._open_backend()
         self._draining = True
@@ -228,22 +228,22 @@ class Engine:
         return not backend.num_open
 
     def close(self) -> None:
-        """Ends all requests, stops both workers and gives the weights back. May be called twice.
+        """End all requests, stop all workers and release the weights. May be called twice.
 
-        Who calls it while another thread does so waits for that: an interpreter may not end in the midst of it.
+        A second call from another thread waits for the first: the interpreter must not exit before it has ended.
         """
         with self._lock:
             is_first, self._closed = not self._closed, True
-            self._closer = threading.get_ident() if is_first else self._closer
+            self._closing_thread = threading.get_ident() if is_first else self._closing_thread
         if not is_first:
-            if self._closer != threading.get_ident():  # a garbage collection may come back here
-                self._gone.wait()
+            if self._closing_thread != threading.get_ident():  # else a garbage collection during `close` called it
+                self._close_done.wait()
             return
         try:
-            self._held.close()
+            self._resources.close()
             del self.backend
         finally:
-            self._gone.set()
+            self._close_done.set()
 
     def __enter__(self) -> Self:
         return self
@@ -257,7 +257,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """An interpreter that ends while a thread is inside torch aborts the process."""
+    """Close all engines at exit: an interpreter that ends while a thread runs torch code aborts the process."""
     for engine in list(_open_engines):
         engine.close()
 
@@ -266,10 +266,10 @@ _engines: Registry[Engine] = Registry(close=Engine.close)
 
 
 def acquire_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """The process's engine of a configuration. Give it back with `release_engine`."""
+    """Return the process's engine of a configuration. Give it back with `release_engine`."""
     return _engines.acquire(config, lambda: Engine(config, progress=progress))
 
 
 def release_engine(config: EngineConfig) -> None:
-    """Gives one use of an engine back; the last one closes it."""
+    """Release one use of an engine; the last one closes it."""
     _engines.release(config)

@@ -1,4 +1,4 @@
-"""`Generation`: the consumer's end of a request."""
+"""`Generation`: the consumer of a request, which the caller reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.text.detokenizer import Detokenizer, Piece
 
 _WAKE_SECONDS = 0.1
-"""How long a blocked consumer sleeps before it looks for signals such as ctrl-c."""
+"""Seconds after which a blocked reader wakes to handle signals such as Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Completion:
         token_ids: tokens of the answer, end of text included.
         finish_reason: why it ended.
         stats: counts and times.
-        logprobs: of the tokens; empty when the request wants none.
-        pieces: the tokens one by one, each with the text that became certain with it.
+        logprobs: log-probabilities of the tokens; empty unless requested.
+        pieces: the tokens one by one, each with the text that it completed.
     """
 
     text: str
@@ -44,10 +44,10 @@ class Generation:
     """An answer that is being written. Iterate over it, with `for` or `async for`, from any thread or event loop.
 
     Args:
-        request: what was asked.
+        request: the request.
         detokenizer: of this answer.
-        abort: called once when the consumer gives up.
-        pause: told True when `max_unread` pieces wait for the consumer, and False when it has caught up.
+        abort: called when the reader gives up.
+        pause: called with True when `max_unread` pieces wait for the reader, with False when it has caught up.
         max_unread: see `pause`.
     """
 
@@ -79,11 +79,11 @@ class Generation:
     # The engine's side.
 
     def watch(self, stats: RequestStats) -> None:
-        """The first call for a request that starts; the coordinator goes on writing `stats`."""
+        """Note the start of the request; the engine goes on writing to `stats`."""
         self._stats = stats
 
     def push(self, emit: Emit) -> int | None:
-        """Takes committed tokens; the number of tokens that count when a stop string was met, else None."""
+        """Take committed tokens; return the number of tokens that count if a stop string was met, else None."""
         pieces = self._detokenizer.push(emit.token_ids, emit.sources, emit.logprobs)
         with self._ready:
             self._pieces += pieces
@@ -93,7 +93,7 @@ class Generation:
         return self._detokenizer.num_tokens if self._detokenizer.stopped else None
 
     def finish(self, reason: FinishReason, stats: RequestStats) -> None:
-        """The last call for a request that ended."""
+        """End the answer. The last call for a request that ended."""
         rest = self._detokenizer.finish()
         with self._ready:
             if rest and self._pieces:
@@ -111,7 +111,7 @@ class Generation:
             self._end()
 
     def fail(self, error: BaseException) -> None:
-        """The last call for a request that the engine could not serve."""
+        """Fail with `error`. The last call for a request that the engine could not serve."""
         with self._ready:
             self._error, self._reason = error, FinishReason.ERROR
             self._end()
@@ -138,10 +138,10 @@ class Generation:
             wake()
         self._wakers.clear()
 
-    # The consumer's side.
+    # The reader's side.
 
     def __iter__(self) -> Iterator[Piece]:
-        """Pieces as they are committed; leaving early aborts the request."""
+        """Yield pieces as they are committed; leaving the loop early aborts the request."""
         try:
             while True:
                 with self._ready:
@@ -156,7 +156,7 @@ class Generation:
             self.abort()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """The same without blocking the event loop; no thread is held."""
+        """Yield pieces without blocking the event loop; uses no thread."""
         try:
             while True:
                 arrived = self._next_wake(self._wakers)
@@ -173,10 +173,10 @@ class Generation:
             self.abort()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Ends the request if it still runs; its tokens so far remain.
+        """End the request if it still runs; its tokens so far remain.
 
         Args:
-            error: raised to whoever still reads; None where nobody does.
+            error: raised to the reader, if given.
         """
         if self._reason is None:
             self._abort_error = self._abort_error or error
@@ -184,7 +184,7 @@ class Generation:
 
     @property
     def tokenizer(self) -> Any:
-        """What the answer's tokens are ids of."""
+        """The tokenizer of the answer's token ids."""
         return self._detokenizer.tokenizer
 
     @property
@@ -194,35 +194,36 @@ class Generation:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """The answer's tokens so far, those not read yet among them; the engine's thread adds to them."""
+        """The answer's tokens so far, read or not; the engine's thread appends to them."""
         return self._taken
 
     @property
     def finished(self) -> bool:
-        """Whether the request ended."""
+        """State of the request: True after its end."""
         return self._reason is not None
 
     def result(self) -> Completion:
-        """Waits for the end and returns the whole answer."""
-        self._read_at_once()
+        """Wait for the end and return the whole answer."""
+        self._unbound()
         while not self._ended.wait(_WAKE_SECONDS):
             pass
         return self.completion()
 
     async def aresult(self) -> Completion:
-        """The same without blocking the event loop."""
-        self._read_at_once()
+        """Wait for the end without blocking the event loop, and return the whole answer."""
+        self._unbound()
         while (ended := self._next_wake(self._end_wakers)) is not None:
             await ended
         return self.completion()
 
-    def _read_at_once(self) -> None:
+    def _unbound(self) -> None:
+        """Lift the limit on unread pieces."""
         with self._ready:
             self._max_unread = sys.maxsize
             self._check_pace()
 
     def completion(self) -> Completion:
-        """The whole answer of a request that ended."""
+        """Return the whole answer of a request that has ended."""
         self._raise()
         assert self._reason is not None and self._stats is not None, "the request is still running"
         token_ids = tuple(piece.token_id for piece in self._taken if piece.token_id >= 0)
@@ -236,7 +237,7 @@ class Generation:
             raise self._error
 
     def _next_wake(self, wakers: list[Callable[[], None]]) -> asyncio.Future[None] | None:
-        """A future of the running loop that completes when these are woken; None when what they wait for is there."""
+        """Return a future that completes when `wakers` are called; None if there is nothing to wait for."""
         with self._ready:
             if self._reason is not None or (wakers is self._wakers and self._pieces):
                 return None

@@ -1,4 +1,4 @@
-"""Events on their way to the driver, and for how long an idle engine waits for more of them."""
+"""`Inbox`: queues events for the driver, and lets an idle engine wait for announced requests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from langchain_card.core.messages import Event
 from langchain_card.ports import Clock
 
 GATHER_SECONDS = 0.05
-"""How long an idle engine waits for the next of the requests that were announced; for all at most five times."""
+"""Seconds that an idle engine waits for the next announced request; at most five times that for all of them."""
 
 
 class Inbox:
-    """Any thread posts; one takes.
+    """A queue of events. Any thread may post; one thread takes.
 
     Args:
         clock: source of time.
 
     Attributes:
-        closed: whether the one that takes has come to the end.
+        closed: whether `take` has reached the end.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -32,28 +32,28 @@ class Inbox:
         self._lock = threading.Lock()
 
     def post(self, event: Callable[[float], Event]) -> None:
-        """Queues an event; `event` is called with the time at which it is taken."""
+        """Queue an event; `event` is called with the time at which it is taken."""
         self._events.put(event)
 
     def close(self) -> None:
-        """Nothing more is taken than what was posted before."""
+        """Mark the end; events posted after it are not taken."""
         self._events.put(None)
 
     def announce(self, count: int) -> None:
-        """So many requests are about to come."""
+        """Announce `count` requests that are about to be posted."""
         with self._lock:
             self._announced, now = count, self._clock()
             self._next_until, self._all_until = now + GATHER_SECONDS, now + 5 * GATHER_SECONDS
 
     def count_request(self) -> None:
-        """One of them was posted."""
+        """Count a posted request as an announced one."""
         with self._lock:
             now = self._clock()
             self._announced = max(0, self._announced - 1) if now < self._next_until else 0
             self._next_until = min(now + GATHER_SECONDS, self._all_until)
 
     def take(self, until: float, is_idle: Callable[[], bool]) -> list[Event]:
-        """All events; sleeps until `until` while there are none, and for requests that were announced if it is idle."""
+        """Return all events; sleeps until `until` while there are none, and waits for announced requests if idle."""
         timeout = None if until == math.inf else max(0.0, until - self._clock())
         events: list[Event] = []
         while True:

@@ -1,4 +1,4 @@
-"""A user's hold on a shared engine: taken at first use, given back on `close` or when the user is garbage."""
+"""`EngineLease`: a use of a shared engine, acquired at first use, released on `close` or by garbage collection."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_given_back: queue.SimpleQueue[EngineConfig] = queue.SimpleQueue()
+_to_release: queue.SimpleQueue[EngineConfig] = queue.SimpleQueue()
 """Leases that became garbage. A collection may run on any thread and under any lock; only `put` is safe there."""
 
 
 class EngineLease:
-    """One use of the process's engine of a configuration. Pickled or deep-copied it is a fresh lease.
+    """A use of the process's engine of a configuration. A pickled or deep copy is a new lease.
 
     Args:
         config: which weights run where.
@@ -33,19 +33,19 @@ class EngineLease:
         self.config = config
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._return: weakref.finalize[..., EngineLease] | None = None
+        self._finalizer: weakref.finalize[..., EngineLease] | None = None
         self._closed = False
         self._announced = 0
 
     def engine(self, progress: Progress | None = None) -> Engine:
-        """The engine, built now when nobody in the process holds it: that blocks while weights are loaded.
+        """Return the engine. The first use in the process builds it, which blocks while weights are loaded.
 
         Args:
-            progress: told about downloads and conversions.
+            progress: receives the progress of downloads and conversions.
 
         Raises:
             EngineClosedError: the lease was closed.
-            CARDError: whatever loading raises.
+            CARDError: loading failed.
         """
         from langchain_card.engine.engine import acquire_engine
 
@@ -57,31 +57,31 @@ class EngineLease:
                 self._engine = acquire_engine(self.config, progress)
                 if self._announced:
                     self._engine.announce(self._announced)
-                self._return = weakref.finalize(self, _given_back.put, self.config)
-                self._return.atexit = False
-                _start_returning()
+                self._finalizer = weakref.finalize(self, _to_release.put, self.config)
+                self._finalizer.atexit = False
+                _start_releasing()
             return self._engine
 
     @property
     def held(self) -> Engine | None:
-        """The engine, where this lease has it already."""
+        """The engine, if this lease has acquired it."""
         return self._engine
 
     def announce(self, count: int) -> None:
-        """So many requests are about to be submitted: said to the engine at once, or when it is there."""
+        """Announce `count` requests to the engine, now or when it is built."""
         if self._engine is not None:
             self._engine.announce(count)
         else:
             self._announced = count
 
     def close(self) -> None:
-        """Gives the engine back; its last user frees the weights. May be called twice."""
+        """Release the engine; its last user frees the weights. May be called twice."""
         from langchain_card.engine.engine import release_engine
 
         with self._lock:
             self._closed, self._engine = True, None
-            held = self._return is not None and self._return.detach() is not None
-        if held:
+            acquired = self._finalizer is not None and self._finalizer.detach() is not None
+        if acquired:
             release_engine(self.config)
 
     def __reduce__(self) -> tuple[type[EngineLease], tuple[EngineConfig]]:
@@ -119,15 +119,15 @@ class EngineLeases:
 
 
 @functools.cache
-def _start_returning() -> None:
-    threading.Thread(target=_return_engines, name="card-janitor", daemon=True).start()
+def _start_releasing() -> None:
+    threading.Thread(target=_release_engines, name="card-janitor", daemon=True).start()
 
 
-def _return_engines() -> None:
+def _release_engines() -> None:
     from langchain_card.engine.engine import release_engine
 
     while True:
-        config = _given_back.get()
+        config = _to_release.get()
         try:
             release_engine(config)
         except Exception:

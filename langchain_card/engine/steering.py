@@ -1,4 +1,4 @@
-"""Steering: a transform of the target's logits, before anything else sees them."""
+"""Steering: a plug-in's transform of the target's logits, applied before any other processing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Steering
 
 
-class Text(Sequence[int]):
-    """What stands before a token that is to be chosen, without a copy.
+class TokenHistory(Sequence[int]):
+    """The tokens before the next one: a view, not a copy.
 
     Args:
-        committed: tokens that are; others may be added to them later.
-        path: tokens behind them.
+        committed: committed tokens; tokens appended later are not part of the view.
+        path: candidates after them.
     """
 
     __slots__ = ("_committed", "_path", "_split")
@@ -46,14 +46,14 @@ class Text(Sequence[int]):
 
 
 @torch.inference_mode()
-def steered(steering: Steering, logits: Tensor, texts: Sequence[Text]) -> Tensor:
-    """The logits [rows, vocabulary] that steering makes of these.
+def apply_steering(steering: Steering, logits: Tensor, histories: Sequence[TokenHistory]) -> Tensor:
+    """Return the steered logits, [rows, vocabulary].
 
     Raises:
-        InvalidInputError: they have another shape, or are no numbers with fractions.
+        InvalidInputError: steering returned another shape, or no floating-point tensor.
     """
-    found = steering(logits, texts)
-    if not isinstance(found, Tensor) or found.shape != logits.shape or not found.is_floating_point():
-        said = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise InvalidInputError("steering", said, f"must return logits of the shape {tuple(logits.shape)}")
-    return found
+    steered = steering(logits, histories)
+    if not isinstance(steered, Tensor) or steered.shape != logits.shape or not steered.is_floating_point():
+        got = f"{steered.dtype} {tuple(steered.shape)}" if isinstance(steered, Tensor) else type(steered).__name__
+        raise InvalidInputError("steering", got, f"must return logits of the shape {tuple(logits.shape)}")
+    return steered

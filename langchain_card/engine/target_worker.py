@@ -1,4 +1,4 @@
-"""The target side: reads prompts, verifies windows, owns the sequences' KV."""
+"""`TargetWorker`: reads prompts, verifies windows and owns the sequences' KV on the target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from langchain_card.core.messages import ROOT, Begin, TokenLogprob, Verdict, Window
 from langchain_card.core.walk import AcceptanceRule, ExactRule, mismatches
-from langchain_card.engine.steering import Text, steered
+from langchain_card.engine.steering import TokenHistory, apply_steering
 from langchain_card.ports import Constraint, Steering
 from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.kv_cache import KVCache
@@ -27,13 +27,13 @@ class _Sequence:
     begin: Begin
     cache: KVCache
     sampler: Sampler
-    cached: int  # tokens known from an earlier sequence; 0 once that was said
-    verified: Window | None = None  # its rows lie in slots that are not committed
+    cached: int  # tokens reused from an earlier sequence; 0 once that was reported
+    verified: Window | None = None  # the last window, until the KV of its committed rows was kept
 
     def advance(self, window: Window, *, in_place: bool) -> None:
-        """Keeps what was committed since the last window.
+        """Keep the KV of the rows that were committed since the last window.
 
-        A window that failed for want of memory comes again: what was done for it already is not done twice.
+        A window that failed because memory ran out is sent again; the second call for it keeps nothing twice.
         """
         if self.verified is not None:
             kept = [self.verified.token_ids[row] for row in window.kept_rows]
@@ -44,11 +44,11 @@ class _Sequence:
         assert self.sampler.length == window.start_position + 1, "the history is not that of the window"
 
     def first_slot(self, window: Window, *, in_place: bool) -> int:
-        """Slot of a window's first row; the others follow."""
+        """Return the slot of a window's first row; the others follow."""
         return self.cache.pool.num_scratch + window.start_position if in_place else 0
 
     def unread(self, window: Window) -> Sequence[int]:
-        """What of the text before the window has no KV yet."""
+        """Return the tokens before the window that have no KV yet."""
         if self.cache.length == window.start_position:
             return ()
         return (*self.begin.request.prompt_ids, *self.begin.output_ids)[self.cache.length : window.start_position]
@@ -58,19 +58,19 @@ _Due: TypeAlias = tuple[_Sequence, Window]
 
 
 class TargetWorker:
-    """Runs the target model.
+    """A worker that runs the target model.
 
-    A pass takes the windows of all sequences that are read, and of the texts that are not as much as the row budget
-    leaves, oldest first. A window is verified in the pass that reads the last of the text before it.
+    A pass verifies the windows of all sequences whose text was read, and fills the rest of the row budget with unread
+    text, oldest first. A window is verified in the pass that reads the last of the text before it.
 
     Args:
         runner: of the target; its scratch slots bound the rows of a window.
-        set_threads: called with the schedule of each pass before it.
-        max_rows: rows of one pass; windows that come together leave a row for each text that is read.
-        in_place: windows are chains, and their rows lie in their positions from the first, as those of a text.
-        constrain: what a grammar allows, before the answer.
-        rule: of acceptance, which may measure something; the exact one by default.
-        steering: what changes the logits before anything else sees them, if anything does.
+        set_threads: called with the schedule before each pass.
+        max_rows: limit for the rows of a pass; windows of one pass must leave a row for each text to be read.
+        in_place: windows are chains, and their rows are written to their final positions instead of scratch slots.
+        constrain: makes the `Constraint` of a grammar.
+        rule: of acceptance, which may measure the logits; the exact rule by default.
+        steering: transforms the logits, if given.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class TargetWorker:
         self._max_rows, self._in_place = max_rows, in_place
         self._rule: AcceptanceRule = rule or ExactRule()
         self._steering = steering
-        self._begun: dict[int, Begin] = {}  # no window yet
+        self._begun: dict[int, Begin] = {}  # sequences without a window so far
         self._sequences: dict[int, _Sequence] = {}
-        self._windows: dict[int, Window] = {}  # not verified yet
+        self._windows: dict[int, Window] = {}  # to be verified
 
     def begin(self, begin: Begin) -> None:
-        """A sequence starts; memory is taken and its text read from the first window on."""
+        """Register a sequence; its memory is allocated and its text read from the first window on."""
         self._begun[begin.request_id] = begin
 
     def end(self, request_id: int) -> None:
-        """Frees a sequence."""
+        """Free a sequence."""
         self._begun.pop(request_id, None)
         self._windows.pop(request_id, None)
         sequence = self._sequences.pop(request_id, None)
@@ -106,12 +106,12 @@ class TargetWorker:
             self._runner.close(sequence.cache)
 
     def verify(self, windows: Iterable[Window]) -> list[Verdict]:
-        """One pass: the target's own token after every row of every window whose text is read by now."""
+        """Run one pass; return a verdict for every window whose text has been read."""
         self._windows.update((window.request_id, window) for window in windows)
         try:
             return self._verify()
         except BaseException:
-            self._windows.clear()  # they come again
+            self._windows.clear()  # they are sent again
             raise
 
     def _verify(self) -> list[Verdict]:
@@ -122,31 +122,30 @@ class TargetWorker:
         for sequence, window in due:
             sequence.advance(window, in_place=self._in_place)
         texts, verified = self._share_out(due)
-        self._set_threads(min(window.schedule for _, window in due))  # "parallel" where any is
+        self._set_threads(min(window.schedule for _, window in due))  # "parallel" if any is
         started = time.perf_counter()
         logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
         if self._steering is not None and verified:
-            logits = steered(self._steering, logits, [text for pair in verified for text in _texts(*pair)])
+            histories = [history for pair in verified for history in _histories(*pair)]
+            logits = apply_steering(self._steering, logits, histories)
         target_ids, closed, logprobs = _choose(verified, logits)
         measured = self._measured(verified, logits, target_ids)
         read = sum(len(rows.token_ids) for rows in texts)
         per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
         verdicts = []
-        for (sequence, window), own_ids, early, own_logprobs, own_measured in zip(
-            verified, target_ids, closed, logprobs, measured, strict=True
-        ):
+        for i, (sequence, window) in enumerate(verified):
             verdicts.append(
                 Verdict(
                     window.request_id,
                     window.step_id,
-                    own_ids,
-                    per_row * len(own_ids),
-                    own_logprobs,
+                    target_ids[i],
+                    per_row * len(target_ids[i]),
+                    logprobs[i],
                     read=read,
                     cached=sequence.cached,
                     together=len(verified),
-                    closed=early,
-                    measured=own_measured,
+                    closed=closed[i],
+                    measured=measured[i],
                 )
             )
             sequence.verified, sequence.cached = window, 0
@@ -171,50 +170,50 @@ class TargetWorker:
     def _measured(
         self, verified: Sequence[_Due], logits: Tensor, target_ids: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        """For every window what the acceptance rule measures of its rows; nothing of those it answers exactly."""
+        """Return the acceptance rule's measurements of each window's rows; none for requests that it treats exactly."""
         measure, is_exact = self._rule.measure, self._rule.is_exact
         if measure is None:
             return [()] * len(verified)
-        free = [i for i, (sequence, _) in enumerate(verified) if not is_exact(sequence.begin.request)]
-        found = [[0.0] * (len(ids) if i in free else 0) for i, ids in enumerate(target_ids)]
-        asked = [(i, row) for i in free for row in mismatches(verified[i][1], target_ids[i])]
-        if asked:
+        lossy = [i for i, (sequence, _) in enumerate(verified) if not is_exact(sequence.begin.request)]
+        measured = [[0.0] * (len(ids) if i in lossy else 0) for i, ids in enumerate(target_ids)]
+        differing = [(i, row) for i in lossy for row in mismatches(verified[i][1], target_ids[i])]
+        if differing:
             starts = [*itertools.accumulate(map(len, target_ids), initial=0)]
-            values = measure(logits[[starts[i] + row for i, row in asked]])
-            for (i, row), value in zip(asked, values, strict=True):
-                found[i][row] = value
-        return [*map(tuple, found)]
+            values = measure(logits[[starts[i] + row for i, row in differing]])
+            for (i, row), value in zip(differing, values, strict=True):
+                measured[i][row] = value
+        return [*map(tuple, measured)]
 
     def _share_out(self, due: Sequence[_Due]) -> tuple[list[Rows], list[_Due]]:
-        """What this pass reads, and which windows it verifies."""
+        """Return the unread text that this pass reads, and the windows that it verifies."""
         verified = [(sequence, window) for sequence, window in due if not sequence.unread(window)]
-        left = self._max_rows - sum(len(window.token_ids) for _, window in verified)
+        room = self._max_rows - sum(len(window.token_ids) for _, window in verified)
         texts: list[Rows] = []
         for sequence, window in due:
             unread = sequence.unread(window)
-            if not unread or left <= 0:
+            if not unread or room <= 0:
                 continue
-            texts.append(Rows(sequence.cache, unread[:left], sequence.cache.length))
-            left -= len(texts[-1].token_ids)
-            if len(texts[-1].token_ids) == len(unread) and len(window.token_ids) <= left:
+            texts.append(Rows(sequence.cache, unread[:room], sequence.cache.length))
+            room -= len(texts[-1].token_ids)
+            if len(texts[-1].token_ids) == len(unread) and len(window.token_ids) <= room:
                 verified.append((sequence, window))
-                left -= len(window.token_ids)
+                room -= len(window.token_ids)
         return texts, verified
 
 
 def _choose(
     verified: Sequence[_Due], logits: Tensor
 ) -> tuple[list[tuple[int, ...]], list[bool], list[tuple[TokenLogprob, ...]]]:
-    """For every window the target's token for each row, whether an end was written early, and what `logprobs` asks for.
+    """Return for each window the target's tokens, whether a grammar forced an early end, and log-probabilities.
 
-    The tokens are read from the device at once.
+    The tokens of all windows are copied from the device together.
     """
     sizes = [len(window.token_ids) for _, window in verified]
-    ways = [path_tokens(window.token_ids, row_paths(window.parents)) for _, window in verified]
+    paths = [path_tokens(window.token_ids, row_paths(window.parents)) for _, window in verified]
     by_window = torch.split(logits, sizes)
     chosen = [
-        sequence.sampler.scores(own, own_ways).argmax(dim=-1)
-        for (sequence, _), own, own_ways in zip(verified, by_window, ways, strict=True)
+        sequence.sampler.scores(window_logits, window_paths).argmax(dim=-1)
+        for (sequence, _), window_logits, window_paths in zip(verified, by_window, paths, strict=True)
     ]
     flat = torch.cat(chosen).tolist() if chosen else []
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -222,22 +221,22 @@ def _choose(
     closed = [False] * len(verified)
     for i, (sequence, _) in enumerate(verified):
         if sequence.sampler.guide is not None:
-            target_ids[i], closed[i] = sequence.sampler.guide.settle(target_ids[i], ways[i])
+            target_ids[i], closed[i] = sequence.sampler.guide.settle(target_ids[i], paths[i])
     logprobs = []
-    for (sequence, _), own, ids in zip(verified, by_window, target_ids, strict=True):
+    for (sequence, _), window_logits, ids in zip(verified, by_window, target_ids, strict=True):
         count = sequence.begin.request.params.logprobs
-        logprobs.append(() if count is None else token_logprobs(own, ids, count))
+        logprobs.append(() if count is None else token_logprobs(window_logits, ids, count))
     return target_ids, closed, logprobs
 
 
-def _texts(sequence: _Sequence, window: Window) -> list[Text]:
-    """For each row of a window what stands before the token to be chosen."""
-    ways = path_tokens(window.token_ids, row_paths(window.parents))
-    return [Text(sequence.cache.token_ids, (window.token_ids[0], *way)) for way in ways]
+def _histories(sequence: _Sequence, window: Window) -> list[TokenHistory]:
+    """Return for each row of a window the tokens before the one to be chosen."""
+    paths = path_tokens(window.token_ids, row_paths(window.parents))
+    return [TokenHistory(sequence.cache.token_ids, (window.token_ids[0], *path)) for path in paths]
 
 
 def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each row, the rows from the first of the window down to itself."""
+    """Return for each row the rows from the window's first down to the row itself."""
     paths: list[tuple[int, ...]] = []
     for row, parent in enumerate(parents):
         paths.append((row,) if parent == ROOT else (*paths[parent], row))
@@ -245,8 +244,8 @@ def row_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def path_tokens(token_ids: Sequence[int], paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """For each row the tokens on its path, without the first of the window, which is committed."""
-    found: list[tuple[int, ...]] = []
+    """Return for each row the tokens on its path, without the window's first, which is committed."""
+    tokens: list[tuple[int, ...]] = []
     for path in paths:
-        found.append((*found[path[-2]], token_ids[path[-1]]) if len(path) > 1 else ())
-    return found
+        tokens.append((*tokens[path[-2]], token_ids[path[-1]]) if len(path) > 1 else ())
+    return tokens

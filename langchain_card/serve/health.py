@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from langchain_card.core.messages import TARGET
-from langchain_card.engine.isolated.process import NAME as ENGINE_PROCESS
+from langchain_card.engine.isolated.supervisor import NAME as ENGINE_PROCESS
 from langchain_card.ports import Health
 from langchain_card.serve.error_bodies import RETRY_AFTER_SECONDS
 from langchain_card.serve.service import Service

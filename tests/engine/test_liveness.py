@@ -15,7 +15,7 @@ import pytest
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.liveness import BETWEEN_SECONDS, FIRST_SECONDS, LEAST_SECONDS, StepWatch
+from langchain_card.engine.liveness import FIRST_STEP_SECONDS, MIN_STEP_SECONDS, STEP_DUE_SECONDS, StepWatch
 from langchain_card.engine.transports import process
 from langchain_card.ports import Health
 from tests.support import tiny
@@ -37,10 +37,10 @@ def test_a_step_may_take_ten_times_what_others_took() -> None:
     assert watch.health() == Health() and watch.health().ok
     with watch.step(1):
         clock.now += 5
-        assert watch.health() == Health("up", 5.0, FIRST_SECONDS)
-        clock.now += FIRST_SECONDS
+        assert watch.health() == Health("up", 5.0, FIRST_STEP_SECONDS)
+        clock.now += FIRST_STEP_SECONDS
         assert not watch.health().ok
-        clock.now -= FIRST_SECONDS
+        clock.now -= FIRST_STEP_SECONDS
     assert watch.health().busy == 0 and watch.health().ok, "idle is healthy"
     with watch.step(1):
         assert watch.health().budget == 50
@@ -56,7 +56,7 @@ def test_long_texts_take_long() -> None:
     for _ in range(3):
         with watch.step(1):
             clock.now += 0.5
-    assert watch.budget(1) == LEAST_SECONDS
+    assert watch.budget(1) == MIN_STEP_SECONDS
     assert watch.budget(512) == 10 * 512 * 0.5, "in proportion, as long as nothing else is known"
     with watch.step(256):
         clock.now += 8
@@ -67,16 +67,16 @@ def test_long_texts_take_long() -> None:
 def test_a_step_that_is_due_begins_in_time() -> None:
     clock = Time()
     watch = StepWatch(clock)
-    clock.now += 10 * BETWEEN_SECONDS
+    clock.now += 10 * STEP_DUE_SECONDS
     assert watch.health().ok and not watch.health(due=True).ok
     watch.expect()
-    assert watch.health(due=True) == Health("up", 0.0, BETWEEN_SECONDS)
-    clock.now += BETWEEN_SECONDS
+    assert watch.health(due=True) == Health("up", 0.0, STEP_DUE_SECONDS)
+    clock.now += STEP_DUE_SECONDS
     with watch.step(1):
-        clock.now += BETWEEN_SECONDS
+        clock.now += STEP_DUE_SECONDS
         assert watch.health(due=True).ok, "it runs"
     assert watch.health(due=True).busy == 0
-    clock.now += BETWEEN_SECONDS + 1
+    clock.now += STEP_DUE_SECONDS + 1
     assert watch.health().ok and not watch.health(due=True).ok
 
 
@@ -103,8 +103,8 @@ def test_a_target_that_hangs_is_seen(config: EngineConfig, monkeypatch: pytest.M
         release, target = threading.Event(), engine.backend._target  # type: ignore[attr-defined]
         verify = target.verify
         monkeypatch.setattr(target, "verify", lambda windows: (release.wait(30), verify(windows))[1])
-        monkeypatch.setattr("langchain_card.engine.liveness.LEAST_SECONDS", 0.2)
-        monkeypatch.setattr("langchain_card.engine.liveness.TIMES", 1.0)
+        monkeypatch.setattr("langchain_card.engine.liveness.MIN_STEP_SECONDS", 0.2)
+        monkeypatch.setattr("langchain_card.engine.liveness.SLOWDOWN", 1.0)
         generation = engine.submit(PROMPT, SamplingParams(max_tokens=4))
         wait_until(lambda: not engine.health()["target"].ok)
         assert engine.health()["target"].state == "up"
@@ -117,7 +117,7 @@ def test_a_target_that_hangs_is_seen(config: EngineConfig, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_reader_that_is_slow_makes_nobody_late(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one request is held, the time since the last step says nothing of the next one."""
-    monkeypatch.setattr("langchain_card.engine.liveness.BETWEEN_SECONDS", 1.0)
+    monkeypatch.setattr("langchain_card.engine.liveness.STEP_DUE_SECONDS", 1.0)
     with Engine(replace(config, limits=Limits(max_unread=4))) as engine:
         backend: Any = engine.backend
         slow = engine.submit(PROMPT, SamplingParams(max_tokens=60))
@@ -145,7 +145,7 @@ def test_a_drafts_process_that_hangs_is_started_again(config: EngineConfig, monk
         wanted = engine.submit(PROMPT, params).result().token_ids
         transports = engine.backend.transports  # type: ignore[attr-defined]
         pid = transports["model"].pid
-        wait_until(lambda: transports["model"]._heard < float("inf"))
+        wait_until(lambda: transports["model"]._last_heartbeat < float("inf"))
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: not engine.health()["model"].ok)
         while not gone(pid):

@@ -14,7 +14,7 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import build, target_worker
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.steering import Text
+from langchain_card.engine.steering import TokenHistory
 from langchain_card.errors import EngineError, InvalidInputError
 from langchain_card.ports import Setting, Steering
 from langchain_card.runtime.sampling import token_logprobs
@@ -212,7 +212,7 @@ def test_what_a_configuration_refuses() -> None:
 
 def test_a_text_is_a_sequence_that_stays_as_it_was() -> None:
     committed = [3, 1, 4]
-    text, whole = Text(committed, (1, 5, 9)), [3, 1, 4, 1, 5, 9]
+    text, whole = TokenHistory(committed, (1, 5, 9)), [3, 1, 4, 1, 5, 9]
     committed += [2, 6]
     assert [*text] == whole and len(text) == 6 and text.count(1) == 2 and 2 not in text and text.index(9) == 5
     cuts = [slice(*bounds) for bounds in [(None,), (2, 5), (-2, None), (None, None, -1), (7, 9), (-9, 2)]]
@@ -226,7 +226,7 @@ def test_a_text_is_a_sequence_that_stays_as_it_was() -> None:
 # Planted bugs: each must be caught by the comparison above.
 
 
-def planted_path(text: Callable[..., Text]) -> Callable[..., Text]:
+def planted_path(text: Callable[..., TokenHistory]) -> Callable[..., TokenHistory]:
     return lambda committed, path: text(committed, path[:1])
 
 
@@ -235,6 +235,6 @@ def test_planted_rows_without_their_paths(tiny_pairs: Pairs, monkeypatch: pytest
     target, draft = tiny_pairs["llama"]
     wanted = answers(target, Rhyme(Setting()), ["greedy"], 24)
     config = EngineConfig(target, draft, dtype="float64", max_model_len=512, steering="rhyme")
-    monkeypatch.setattr(target_worker, "Text", planted_path(Text))
+    monkeypatch.setattr(target_worker, "TokenHistory", planted_path(TokenHistory))
     with pytest.raises(AssertionError):
         check_equal(config, wanted, 24)

@@ -132,7 +132,7 @@ def test_a_web_server_without_an_engine_is_not_healthy(fields: dict[str, Any]) -
 @pytest.mark.parametrize("fault", ["a target that hangs", "a core that schedules nothing", "a loop that hangs"])
 def test_old_output_is_no_proof(model: CARDChatModel, url: str, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     asked(url, max_tokens=3).join()
-    for name, value in {"LEAST_SECONDS": 0.3, "BETWEEN_SECONDS": 0.3, "TIMES": 1.0}.items():
+    for name, value in {"MIN_STEP_SECONDS": 0.3, "STEP_DUE_SECONDS": 0.3, "SLOWDOWN": 1.0}.items():
         monkeypatch.setattr(liveness, name, value)
     driver: Any = model.engine.backend
     released = threading.Event()
@@ -163,7 +163,7 @@ def test_a_long_text_is_no_failure(model: CARDChatModel, url: str, monkeypatch: 
     driver: Any = model.engine.backend
     fresh = liveness.StepWatch(time.perf_counter)
     monkeypatch.setattr(driver, "_watch", fresh)
-    monkeypatch.setattr(liveness, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "MIN_STEP_SECONDS", 0.05)
     verify, slow = driver._target.verify, 0.0
 
     def verify_slowly(windows: Any) -> Any:

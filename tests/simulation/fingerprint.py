@@ -102,7 +102,7 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
 
     trees = []
     for request_id, tree in draft.drafter.trees.items():
-        begun, leave = draft.worker.begun[request_id], draft.worker.leave[request_id]
+        begun, leave = draft.worker.begun[request_id], draft.worker.granted[request_id]
         shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), tree.published)
         epoch = against(request_id, begun.incarnation, tree.epoch)
         trees.append((request_id, epoch, shape, len(tree.output_ids), leave))

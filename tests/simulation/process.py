@@ -31,7 +31,7 @@ class Draft:
         copied = Draft(self.drafter.copy())
         copied.alive = self.alive
         copied.worker.begun |= self.worker.begun
-        copied.worker.leave |= self.worker.leave
+        copied.worker.granted |= self.worker.granted
         copied.worker.min_chance |= self.worker.min_chance
         copied.worker.applied |= self.worker.applied
         copied.inbox += self.inbox
@@ -41,7 +41,7 @@ class Draft:
     @property
     def may_step(self) -> bool:
         """Whether some request has leave."""
-        return any(self.worker.leave.values())
+        return any(self.worker.granted.values())
 
     def run_out_of_memory(self) -> tuple[int, ...]:
         """A step that has no memory; the requests that it was for."""

@@ -1,1 +1,1 @@
-"""An engine in a process of its own, and what outlives it."""
+"""Engines in a process that may die: supervisor, messages, entry point."""

@@ -1,4 +1,4 @@
-"""What runs in the process of an isolated engine."""
+"""Entry point of an isolated engine's process."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated.messages import (
     FROM_ENGINE,
     TO_ENGINE,
-    Alive,
     Announce,
-    Ask,
     Began,
+    Committed,
     Drain,
     Ended,
-    Load,
+    EngineHeartbeat,
     Loaded,
+    LoadEngine,
     Pause,
-    Refused,
+    RequestFailed,
     Stop,
-    Wrote,
+    Submit,
 )
-from langchain_card.engine.transports.child_process import beat, serve_parent
+from langchain_card.engine.transports.child_process import send_heartbeats, serve_parent
 from langchain_card.engine.transports.frames import Failed, Wire
 from langchain_card.ports import Backend
 
 
 def main() -> None:
-    """Never returns."""
+    """Serve the parent process; never returns."""
     serve_parent(_serve, sends=FROM_ENGINE, takes=TO_ENGINE)
 
 
 def _serve(wire: Wire) -> None:
     load = wire.receive()
-    if not isinstance(load, Load):
+    if not isinstance(load, LoadEngine):
         return  # the parent is gone
     engines: list[Engine] = []
-    beat(wire, lambda: Alive(engines[0].backend.health() if engines else {}))
+    send_heartbeats(wire, lambda: EngineHeartbeat(engines[0].backend.health() if engines else {}))
     _hide_progress_bars()
     engines.append(engine := Engine(replace(load.config, isolate=False)))
-    wire.send(Alive(engine.backend.health()))
+    wire.send(EngineHeartbeat(engine.backend.health()))
     wire.send(Loaded(engine.config.limits))
     while (message := wire.receive()) is not None:
-        _take(message, engine, wire)
+        _handle(message, engine, wire)
 
 
-def _take(message: Any, engine: Engine, wire: Wire) -> None:
+def _handle(message: Any, engine: Engine, wire: Wire) -> None:
     backend: Backend = engine.backend
     match message:
-        case Ask(request, output_ids):
-            answer = _Answer(request, wire)
+        case Submit(request, output_ids):
+            consumer = _ForwardingConsumer(request, wire)
             try:
                 if request.params.grammar:
                     engine.grammars.start(request.params.grammar)  # compiled here, not while the target waits
-                backend.submit(answer, output_ids)
+                backend.submit(consumer, output_ids)
             except Exception as error:  # of this request alone
-                answer.fail(error)
+                consumer.fail(error)
         case Stop(request_id, num_tokens):
             backend.stop(request_id, num_tokens)
         case Pause(request_id, paused):
@@ -69,33 +69,33 @@ def _take(message: Any, engine: Engine, wire: Wire) -> None:
             backend.drain()
 
 
-class _Answer:
-    """A `ports.Consumer` that hands everything to the parent."""
+class _ForwardingConsumer:
+    """A `ports.Consumer` that forwards everything to the parent, which looks for stop strings."""
 
     def __init__(self, request: Request, wire: Wire) -> None:
         self.request, self._wire = request, wire
         self._stats = RequestStats()
 
     def watch(self, stats: RequestStats) -> None:
-        """The request starts."""
+        """Forward the start of the request."""
         self._stats = stats
         self._wire.send(Began(self.request.request_id))
 
     def push(self, emit: Emit) -> None:
-        """Stop strings are looked for in the parent."""
-        self._wire.send(Wrote(emit.request_id, emit.token_ids, emit.sources, emit.logprobs, self._stats, emit.hit))
+        """Forward committed tokens."""
+        self._wire.send(Committed(emit.request_id, emit.token_ids, emit.sources, emit.logprobs, self._stats, emit.hit))
 
     def finish(self, reason: FinishReason, stats: RequestStats) -> None:
-        """It ended."""
+        """Forward the end of the request."""
         self._wire.send(Ended(self.request.request_id, reason, stats))
 
     def fail(self, error: BaseException) -> None:
-        """It could not be served."""
-        self._wire.send(Refused(self.request.request_id, Failed.of(error)))
+        """Forward the failure of the request."""
+        self._wire.send(RequestFailed(self.request.request_id, Failed.of(error)))
 
 
 def _hide_progress_bars() -> None:
-    """The terminal is the parent's."""
+    """Leave the terminal to the parent."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What an engine in a process of its own and its supervisor say to each other."""
+"""Messages between an engine in a process of its own and its supervisor."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from langchain_card.ports import Health
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What it is."""
+class LoadEngine:
+    """First message to the process: the engine to load."""
 
     config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request, with what is known of its answer from earlier lives."""
+class Submit:
+    """A call of `ports.Backend.submit`; `output_ids` were generated before earlier processes died."""
 
     request: Request
     output_ids: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """As `ports.Backend.stop` has it."""
+    """A call of `ports.Backend.stop`."""
 
     request_id: int
     num_tokens: int | None = None
@@ -38,7 +38,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """As `ports.Backend.pause` has it."""
+    """A call of `ports.Backend.pause`."""
 
     request_id: int
     paused: bool
@@ -46,14 +46,14 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """As `ports.Backend.announce` has it."""
+    """A call of `ports.Backend.announce`."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """As `ports.Backend.drain` has it."""
+    """A call of `ports.Backend.drain`."""
 
 
 # From the engine.
@@ -61,21 +61,21 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """It takes requests, within these limits."""
+    """Report that the engine takes requests, within these limits."""
 
     limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The target begins with a request."""
+    """Report that the target starts to work on a request."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
-    """Committed tokens, as `core.messages.Emit` has them, and the request's statistics so far."""
+class Committed:
+    """Committed tokens (the fields of `core.messages.Emit`), and the request's statistics so far."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -87,7 +87,7 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request ended."""
+    """Report that a request ended."""
 
     request_id: int
     reason: FinishReason
@@ -95,19 +95,21 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A request could not be served."""
+class RequestFailed:
+    """Report that a request could not be served."""
 
     request_id: int
     error: Failed
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """Said once a second while it loads, works or waits: of its workers, by name."""
+class EngineHeartbeat:
+    """A sign of life, sent once a second, also while the engine loads: the health of its workers, by name."""
 
     workers: dict[str, Health]
 
 
-TO_ENGINE = Direction((Load, Ask, Stop, Pause, Announce, Drain), MAX_COMMAND_BYTES)
-FROM_ENGINE = Direction((Loaded, Began, Wrote, Ended, Refused, Alive, Logged, Failed), MAX_REPORT_BYTES)
+TO_ENGINE = Direction((LoadEngine, Submit, Stop, Pause, Announce, Drain), MAX_COMMAND_BYTES)
+FROM_ENGINE = Direction(
+    (Loaded, Began, Committed, Ended, RequestFailed, EngineHeartbeat, Logged, Failed), MAX_REPORT_BYTES
+)

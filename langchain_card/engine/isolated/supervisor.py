@@ -1,4 +1,4 @@
-"""`Supervisor`: an engine in a process of its own that may die. Requests, and what was written of them, live here."""
+"""`Supervisor`: runs an engine in a process that may die, and keeps the requests and their answers here."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.messages import TARGET, Emit
 from langchain_card.core.request import FinishReason
 from langchain_card.core.workers import Workers
-from langchain_card.engine.isolated import messages as f
+from langchain_card.engine.isolated import messages as m
 from langchain_card.engine.isolated.open_requests import OpenRequest
-from langchain_card.engine.isolated.process import NAME, service_error, start_engine
-from langchain_card.engine.isolated.pulse import Pulse
+from langchain_card.engine.liveness import ProcessWatch
 from langchain_card.engine.transports.child_process import ChildProcess
+from langchain_card.engine.transports.thread import MessageQueue
 from langchain_card.errors import EngineClosedError, EngineError
 from langchain_card.ports import Clock, Consumer, Health
 
 log = logging.getLogger(__name__)
 
+NAME = "engine process"
+
 
 class Supervisor:
-    """A `ports.Backend`. One thread, its own, does everything; the public methods queue what it is to do.
+    """A `ports.Backend` in another process. The supervisor's thread does all the work; public methods only queue it.
 
     Args:
         config: of the engine.
@@ -40,21 +42,21 @@ class Supervisor:
         self._open: dict[int, OpenRequest] = {}
         self._workers = Workers((NAME,), config.limits)
         self._restart_at: float | None = None
-        self._pulse, self._down_since = Pulse(clock), clock()
-        self._loaded = threading.Event()  # or it never will be
+        self._watch, self._down_since = ProcessWatch(clock), clock()
+        self._loaded = threading.Event()  # also set when loading failed
         self._error: BaseException | None = None
         self._closed = self._draining = self._is_up = False
-        self._ending = threading.Lock()  # nothing is queued once it is closed
+        self._submit_lock = threading.Lock()  # no request is taken once `_closed` is set
         self._process = self._start()  # the latest
-        self._told: dict[str, Health] = {}
+        self._reported: dict[str, Health] = {}
         self._thread = threading.Thread(target=self._run, name="card-supervisor", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> Limits:
-        """Returns when the engine takes requests: the limits that it filled in.
+        """Wait until the engine takes requests; return the limits that it filled in.
 
         Raises:
-            CARDError: why it never will: whatever loading raised.
+            CARDError: loading failed.
         """
         self._loaded.wait()
         if self._error is not None:
@@ -63,59 +65,59 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process; None while there is none."""
+        """Id of the engine's process; None while there is none."""
         return self._process.pid if self._restart_at is None and self._error is None else None
 
     @property
     def num_open(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._open)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold KV on the target."""
-        return sum(asked.begun for asked in [*self._open.values()])
+        """Number of requests that hold KV on the target."""
+        return sum(entry.begun for entry in [*self._open.values()])
 
     def submit(self, consumer: Consumer, output_ids: Sequence[int] = ()) -> None:
-        """Takes a request, perhaps with the beginning of its answer."""
-        with self._ending:
+        """Take a request, perhaps with the beginning of its answer."""
+        with self._submit_lock:
             if not self._closed:
                 self._open[consumer.request.request_id] = OpenRequest(consumer, [*output_ids])
-                self._do(self._ask, consumer.request.request_id)
+                self._do(self._send_request, consumer.request.request_id)
                 return
-        consumer.fail(_closed())
+        consumer.fail(_closed_error())
 
     def stop(self, request_id: int, num_tokens: int | None = None) -> None:
-        """Ends a request after so many tokens; None where nobody wants it any more."""
+        """End a request after `num_tokens` tokens; None aborts it."""
         self._do(self._stop, request_id, num_tokens)
 
     def pause(self, request_id: int, paused: bool) -> None:
-        """Holds a request that nobody reads, or lets it go on."""
+        """Hold a request whose consumer does not read, or resume it."""
         self._do(self._pause, request_id, paused)
 
     def announce(self, count: int) -> None:
-        """So many requests are about to come."""
-        self._do(self._send, f.Announce(count))
+        """Announce `count` requests that are about to be submitted."""
+        self._do(self._send, m.Announce(count))
 
     def drain(self) -> None:
-        """Takes no more requests, and writes all answers to their end, read or not."""
+        """Take no more requests, and write all answers to their end, read or not."""
         self._do(self._drain)
 
     def health(self) -> dict[str, Health]:
-        """Of the process and of the workers in it."""
+        """Return the health of the process and of the workers in it, by name."""
         state = "up" if self._is_up else "given up" if self._error is not None else "loading"
         return {
-            NAME: Health(state, self._pulse.silence, self._limits.silence_seconds),
-            **(self._told if self._is_up else {}),
+            NAME: Health(state, self._watch.silence, self._limits.silence_seconds),
+            **(self._reported if self._is_up else {}),
         }
 
     def close(self) -> None:
-        """Ends the process; requests that are open fail. May be called twice."""
+        """End the process; open requests fail. May be called twice."""
         self._do(self._close)
         self._thread.join()
 
     def _do(self, act: Callable[..., None], *arguments: Any) -> None:
-        self._inbox.put(functools.partial(act, *arguments))  # all that is safe in a garbage collection
+        self._inbox.put(functools.partial(act, *arguments))  # the only safe call during a garbage collection
 
     # On the supervisor's thread.
 
@@ -127,157 +129,157 @@ class Supervisor:
         try:
             act = self._inbox.get(timeout=self._seconds_left())
         except queue.Empty:
-            act = self._look_after
+            act = self._check_process
         try:
             act()
         except Exception:
             log.exception("the supervisor goes on after an error")
 
     def _seconds_left(self) -> float | None:
-        """Until something is due though nothing happens; None where nothing is."""
+        """Return the seconds until the process must be checked or restarted; None if it was given up."""
         if self._error is not None:
             return None
         if self._restart_at is None:
-            return self._pulse.seconds_left(self._limits.silence_seconds)
+            return self._watch.seconds_left(self._limits.silence_seconds)
         return max(0.0, self._restart_at - self._clock())
 
-    def _look_after(self) -> None:
+    def _check_process(self) -> None:
         if self._restart_at is not None:
             if self._clock() >= self._restart_at:
-                self._pulse = Pulse(self._clock)
+                self._watch = ProcessWatch(self._clock)
                 try:
                     self._process, self._restart_at = self._start(), None
                 except Exception as error:
                     self._plan_restart(error)
-        elif self._pulse.is_lost(self._limits.silence_seconds):
-            log.error("the engine's process has said nothing for %g seconds and is ended", self._limits.silence_seconds)
+        elif self._watch.is_lost(self._limits.silence_seconds):
+            log.error("the engine's process has sent nothing for %g seconds: killing it", self._limits.silence_seconds)
             self._process.kill()
 
     def _start(self) -> ChildProcess:
-        hear, lose = functools.partial(self._do, self._hear), functools.partial(self._do, self._lose)
-        return start_engine(self._config, hear, lose)
+        on_message, on_death = (functools.partial(self._do, act) for act in (self._receive, self._handle_death))
+        return start_engine(self._config, on_message, on_death)
 
     def _send(self, message: Any) -> None:
         if self._is_up:
             self._process.send(message)
 
-    def _ask(self, request_id: int) -> None:
-        """Hands a request to the engine, if it is there."""
-        asked = self._open.get(request_id)
-        if asked is None or asked.asked:
+    def _send_request(self, request_id: int) -> None:
+        entry = self._open.get(request_id)
+        if entry is None or entry.sent:
             return
         if self._error is not None:
             self._fail(request_id, self._error)
         elif self._is_up:
             try:
-                self._send(f.Ask(asked.consumer.request, tuple(asked.output_ids)))
+                self._send(m.Submit(entry.consumer.request, tuple(entry.output_ids)))
             except Exception as error:
                 failure = EngineError("request", request_id, f"it cannot be sent to the engine ({error})")
                 failure.__cause__ = error
                 self._fail(request_id, failure)
                 return
-            asked.asked = True
-            if asked.paused:
-                self._send(f.Pause(request_id, paused=True))
+            entry.sent = True
+            if entry.paused:
+                self._send(m.Pause(request_id, paused=True))
 
     def _stop(self, request_id: int, num_tokens: int | None) -> None:
-        if (asked := self._open.get(request_id)) is None:
+        if (entry := self._open.get(request_id)) is None:
             return
-        asked.left, asked.num_tokens = num_tokens is None, num_tokens
-        if asked.asked:
-            self._send(f.Stop(request_id, num_tokens))
+        entry.aborted, entry.num_tokens = num_tokens is None, num_tokens
+        if entry.sent:
+            self._send(m.Stop(request_id, num_tokens))
         else:
             self._finish(request_id, FinishReason.ABORT if num_tokens is None else FinishReason.STOP)
 
     def _pause(self, request_id: int, paused: bool) -> None:
-        if (asked := self._open.get(request_id)) is not None:
-            asked.paused = paused
-            self._send(f.Pause(request_id, paused))
+        if (entry := self._open.get(request_id)) is not None:
+            entry.paused = paused
+            self._send(m.Pause(request_id, paused))
 
     def _drain(self) -> None:
         self._draining = True
-        self._send(f.Drain())
+        self._send(m.Drain())
 
     def _close(self) -> None:
-        with self._ending:
+        with self._submit_lock:
             self._closed = True
         self._process.close()
         for request_id in [*self._open]:
-            self._fail(request_id, _closed())
+            self._fail(request_id, _closed_error())
 
-    # What the engine says.
+    # Messages from the engine.
 
-    def _hear(self, message: Any) -> None:
-        self._pulse.hear()
+    def _receive(self, message: Any) -> None:
+        self._watch.saw_message()
         match message:
-            case f.Loaded(limits):
-                self._welcome(limits)
-            case f.Alive(workers):
-                self._judge(workers)
-            case f.Began(request_id) if (asked := self._open.get(request_id)) is not None:
-                asked.begun = True
-                asked.consumer.watch(asked.stats)
-            case f.Wrote():
-                self._write(message)
-            case f.Ended(request_id, reason, stats) if (asked := self._open.get(request_id)) is not None:
-                asked.count(stats)
+            case m.Loaded(limits):
+                self._set_up(limits)
+            case m.EngineHeartbeat(workers):
+                self._check_workers(workers)
+            case m.Began(request_id) if (entry := self._open.get(request_id)) is not None:
+                entry.begun = True
+                entry.consumer.watch(entry.stats)
+            case m.Committed():
+                self._push(message)
+            case m.Ended(request_id, reason, stats) if (entry := self._open.get(request_id)) is not None:
+                entry.update_stats(stats)
                 self._finish(request_id, reason)
-            case f.Refused(request_id, error) if request_id in self._open:
+            case m.RequestFailed(request_id, error) if request_id in self._open:
                 self._fail(request_id, error.error(NAME))
 
-    def _welcome(self, limits: Limits) -> None:
+    def _set_up(self, limits: Limits) -> None:
         self._limits, self._is_up = limits, True
         self._config = replace(self._config, limits=limits)
         if self._workers.started(NAME):
             log.warning("the engine is up again after %.1f seconds", self._clock() - self._down_since)
         for request_id in [*self._open]:
-            self._ask(request_id)
+            self._send_request(request_id)
         if self._draining:
-            self._send(f.Drain())
+            self._send(m.Drain())
         self._loaded.set()
 
-    def _judge(self, workers: dict[str, Health]) -> None:
-        self._told = workers
+    def _check_workers(self, workers: dict[str, Health]) -> None:
+        self._reported = workers
         target = workers.get(TARGET, Health())
-        if self._pulse.hangs(target):
-            log.error("the target hangs or is gone (%s); the engine's process is ended", target)
+        if self._watch.hangs(target):
+            log.error("the target hangs or is gone (%s): killing the engine's process", target)
             self._process.kill()
 
-    def _write(self, wrote: f.Wrote) -> None:
-        asked = self._open.get(wrote.request_id)
-        if asked is None or asked.num_tokens is not None:
+    def _push(self, committed: m.Committed) -> None:
+        request_id = committed.request_id
+        entry = self._open.get(request_id)
+        if entry is None or entry.num_tokens is not None:
             return
         try:
-            emit = Emit(wrote.request_id, wrote.token_ids, wrote.sources, wrote.logprobs, wrote.hit)
-            asked.write(emit, wrote.stats)
+            emit = Emit(request_id, committed.token_ids, committed.sources, committed.logprobs, committed.hit)
+            entry.push(emit, committed.stats)
         except Exception as error:
-            log.exception("request %s could not be handed out", wrote.request_id)
-            self._send(f.Stop(wrote.request_id))
-            self._fail(wrote.request_id, asked.unwritten(error))
+            log.exception("request %s could not be handed out", request_id)
+            self._send(m.Stop(request_id))
+            self._fail(request_id, entry.consumer_error(error))
             return
-        if asked.num_tokens is not None:
-            self._send(f.Stop(wrote.request_id, asked.num_tokens))
+        if entry.num_tokens is not None:
+            self._send(m.Stop(request_id, entry.num_tokens))
 
-    # What becomes of it, and of requests.
+    # The end of the process, and of requests.
 
-    def _lose(self, error: BaseException) -> None:
-        """It died: whole answers end, the others wait for its next life."""
+    def _handle_death(self, error: BaseException) -> None:
+        """End complete answers and requests that caused too many deaths; the others wait for the next process."""
         self._process.close()
         self._down_since = self._clock() if self._is_up else self._down_since
-        self._is_up, self._told = False, {}
-        for request_id, asked in [*self._open.items()]:
-            asked.outlive()
-            if (reason := asked.end) is not None:
+        self._is_up, self._reported = False, {}
+        for request_id, entry in [*self._open.items()]:
+            entry.outlive()
+            if (reason := entry.end) is not None:
                 self._finish(request_id, reason)
-            elif asked.deaths >= self._limits.max_failures:
+            elif entry.deaths >= self._limits.max_failures:
                 limit = f"the engine died of it, or with it ({error})"
                 self._fail(request_id, EngineError("request", request_id, limit))
         self._plan_restart(error)
 
     def _plan_restart(self, error: BaseException) -> None:
-        """It died, or could not be started; one that never was up, or died too often, is given up."""
+        """Schedule the next process; give up if none was ever up, or if too many died."""
         if self._loaded.is_set():
-            self._restart_at, error = self._workers.died(NAME, self._clock()), service_error(error)
+            self._restart_at, error = self._workers.died(NAME, self._clock()), _request_error(error)
         if self._restart_at is not None:
             log.error("%s It is started again; requests that go on: %d", error, len(self._open))
             return
@@ -294,5 +296,48 @@ class Supervisor:
         self._open.pop(request_id).consumer.fail(error)
 
 
-def _closed() -> EngineClosedError:
+def start_engine(
+    config: EngineConfig, on_message: Callable[[Any], None], on_death: Callable[[BaseException], None]
+) -> ChildProcess:
+    """Start an engine's process, which serves until it is closed or dies.
+
+    Args:
+        config: of the engine.
+        on_message: takes its messages, in order.
+        on_death: called once, after the last message, unless the process was ended by `close`.
+
+    Raises:
+        EngineError: no process could be started.
+    """
+    return ChildProcess(
+        "langchain_card.engine.isolated.main",
+        NAME,
+        thread_name="card-engine",
+        sends=m.TO_ENGINE,
+        takes=m.FROM_ENGINE,
+        first=m.LoadEngine(config),
+        outbox=_FrameQueue(),
+        on_message=on_message,
+        on_death=on_death,
+    )
+
+
+class _FrameQueue(MessageQueue[Any]):
+    """A queue that encodes messages when they are put: a bad message raises to its sender, and the process survives."""
+
+    def put(self, message: Any) -> None:
+        """Append the message's frame; raises what `Direction.encode` raises."""
+        super().put(m.TO_ENGINE.encode(message))
+
+
+def _request_error(error: BaseException) -> EngineError:
+    """Return the error for requests: a loading error is meant for the user who chose the models."""
+    if type(error) is EngineError:
+        return error
+    wrapped = EngineError(NAME, type(error).__name__, f"it could not go on ({error})", "the log may say more")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _closed_error() -> EngineClosedError:
     return EngineClosedError("engine", "closed", "the engine was closed while the request ran")

@@ -1,1 +1,1 @@
-"""How commands reach a drafter and proposals come back."""
+"""Transports: carry commands to a drafter and its proposals back."""

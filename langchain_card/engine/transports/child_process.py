@@ -1,4 +1,4 @@
-"""Both ends of a process of our own: a fresh interpreter (no fork, and the caller's main module is not run again)."""
+"""Child processes, both ends: a fresh interpreter (no fork, and the caller's main module is not run again)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from langchain_card.errors import CARDError, EngineError
 log = logging.getLogger(__name__)
 
 END_SECONDS = 2.0
-"""For a process to end by itself; then it is killed."""
+"""Time for a process to end by itself before it is killed."""
 PARENT_POLL_SECONDS = 1.0
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
-# Ctrl-C reaches every process of a terminal, and SIGTERM every one of a service; the parent decides what they mean.
+# Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; the parent handles them.
 _CODE = (
-    "import signal, sys; [signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)]; "
+    "import signal, sys; [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
     "sys.path[:] = sys.argv[4:]; from {} import main; main()"
 )
 
@@ -36,18 +36,18 @@ _CODE = (
 
 
 class ChildProcess:
-    """Starts a process. Two threads speak with it, so that nobody waits for one that hangs.
+    """A child process. Two threads send and receive, so that callers never wait for a process that hangs.
 
     Args:
         module: its `main`, run in the process, calls `serve_parent`.
         name: of the process, for errors.
-        thread_name: how the names of the threads begin.
-        sends, takes: what goes to it and what comes from it.
-        first: the first message to it.
-        outbox: the others.
-        on_message: takes what it says, in order. Log records are logged here instead, and `Failed` is its death.
-        on_death: called once, after the last message, when it is gone for another reason than `close`, whatever that
-            is: it was killed, it raised, it sent what makes no sense, or it could not be sent a message.
+        thread_name: prefix of the threads' names.
+        sends, takes: kinds of messages to the process and from it.
+        first: the first message to the process.
+        outbox: queue of all later messages.
+        on_message: takes the messages of the process, in order, except `Logged` (logged here) and `Failed` (a death).
+        on_death: called once, after the last message, unless `close` ended the process: it was killed, it raised, it
+            sent a malformed message, or a message could not be sent to it.
 
     Raises:
         EngineError: no process could be started.
@@ -81,23 +81,23 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Queues a message. Never waits; raises what the outbox raises of it."""
+        """Queue a message. Never waits; raises what the outbox raises."""
         if not self._outbox.closed:
             self._outbox.put(message)
 
     def kill(self) -> None:
-        """Ends it at once; it is reported dead as soon as all that it said was taken."""
+        """Kill the process; its death is reported after its last message."""
         self._process.kill()
 
     def close(self) -> None:
-        """Ends it, with force after two seconds. May be called twice."""
+        """End the process, with force after `END_SECONDS`. May be called twice."""
         self._closing = True
         self._outbox.close()
-        self._wire.hang_up()
+        self._wire.shutdown()
         for thread in self._threads:
             thread.join()
         self._wire.close()
@@ -108,10 +108,10 @@ class ChildProcess:
             while (message := self._outbox.take(wait=True)) is not None:
                 self._wire.send(message)
         except OSError:
-            pass  # it is gone, as the other thread notices
+            pass  # the process is gone; the other thread notices
         except Exception as error:
             self._error = error
-            self._wire.hang_up()
+            self._wire.shutdown()
 
     def _read(self) -> None:
         try:
@@ -126,14 +126,14 @@ class ChildProcess:
         except Exception as error:
             self._error = self._error or error
         self._outbox.close()
-        self._wire.hang_up()  # upon which it ends
+        self._wire.shutdown()  # the process ends when its connection does
         code = _reap(self._process)
         if not self._closing:
-            self._on_death(self._error or EngineError(self._name, self.pid, *_last_words(code)))
+            self._on_death(self._error or EngineError(self._name, self.pid, *_describe_exit(code)))
 
 
 def _spawn(module: str, name: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts an interpreter with this one's module path; the process, and this end of the connection to it."""
+    """Start an interpreter with this one's module path; return the process and the parent's end of the connection."""
     ours, theirs = socket.socketpair()
     level = logging.getLogger("langchain_card").getEffectiveLevel()
     numbers = map(str, (theirs.fileno(), level, os.getpid()))
@@ -149,27 +149,27 @@ def _spawn(module: str, name: str) -> tuple[subprocess.Popen[bytes], socket.sock
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a process whose connection has ended, at last with force; its exit code."""
+    """Wait for a process whose connection has ended, kill it if needed, and return its exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(END_SECONDS)
     process.kill()
     return process.wait()
 
 
-def _last_words(code: int) -> tuple[str, str]:
-    """What happened, and a hint, from an exit code."""
+def _describe_exit(code: int) -> tuple[str, str]:
+    """Return limit and hint of an error for an exit code."""
     if code < 0:
         return f"was ended by signal {-code} ({signal.strsignal(-code)})", "is there enough memory"
     return f"ended with exit code {code}", "standard error may say more"
 
 
-# The process's own end.
+# The child's end.
 
 
 def serve_parent(serve: Callable[[Wire], None], *, sends: Direction, takes: Direction) -> None:
-    """Runs `serve` with the connection to the parent, and never returns: the process ends with it, or with the parent.
+    """Run `serve` with the connection to the parent; never returns: the process ends with `serve` or with the parent.
 
-    This package's log records are the parent's, whose handlers and filters they are for, and so is what `serve` raises.
+    Log records of this package and errors of `serve` are sent to the parent.
     """
     os.dup2(2, 1)  # what a library prints must not mix with the parent's output
     descriptor, level, parent = map(int, sys.argv[1:4])
@@ -185,43 +185,43 @@ def serve_parent(serve: Callable[[Wire], None], *, sends: Direction, takes: Dire
 
 
 def fail(wire: Wire, error: Exception) -> None:
-    """Says what this process dies of."""
+    """Send `error` to the parent and end this process."""
     try:
         if not isinstance(error, CARDError):
-            log.error("a process of its own fails", exc_info=error)
+            log.error("an error ends this process", exc_info=error)
         wire.send(Failed.of(error))
     finally:
         os._exit(1)
 
 
-def beat(wire: Wire, tell: Callable[[], Any]) -> None:
-    """Sends what `tell` gives once a second from now on, whatever the other threads do."""
+def send_heartbeats(wire: Wire, make: Callable[[], Any]) -> None:
+    """Start a thread that sends the message that `make` returns, every `HEARTBEAT_SECONDS`."""
 
     def run() -> None:
         with contextlib.suppress(OSError):  # the parent is gone
             while True:
-                wire.send(tell())
-                time.sleep(BEAT_SECONDS)
+                wire.send(make())
+                time.sleep(HEARTBEAT_SECONDS)
 
     threading.Thread(target=run, daemon=True).start()
 
 
 def _watch_parent(parent: int) -> None:
-    """The connection does not end with the parent while a fork of it holds a copy."""
+    """End this process with its parent: the connection stays open while a fork of the parent holds a copy of it."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os._exit(0)
 
 
 class _Forward(logging.Handler):
-    """Hands records to the parent."""
+    """A log handler that sends records to the parent."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
         self._wire = wire
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Sends it."""
+        """Send a record."""
         try:
             text = self.format(record)[:MAX_TEXT_CHARS]
             with contextlib.suppress(OSError):  # the parent is gone

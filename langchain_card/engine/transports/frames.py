@@ -1,7 +1,7 @@
-"""What two processes say to each other: messages of a closed list of kinds, in frames of bounded length.
+"""The wire format between processes: messages of a closed list of kinds, in frames of bounded length.
 
-A frame is its length (four bytes, the highest first), then the kind and the fields of one message in msgpack. Host
-ints, floats and strings only. This is the only module that needs msgspec.
+A frame is its length (four bytes, big-endian), then the kind and the fields of one message in msgpack: host numbers and
+strings only. This is the only module that imports msgspec.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
 from langchain_card.errors import CARDError, EngineError
 
 MAX_COMMAND_BYTES = 64 << 20
-"""Tokens take five bytes each at most, and no context is longer than 10,000,000 (`EngineConfig.max_model_len`)."""
+"""Limit of a frame to a worker: a token takes up to 5 bytes, a context up to 10,000,000 of them (`max_model_len`)."""
 
 MAX_REPORT_BYTES = 4 << 20
-"""A node takes some twenty bytes, and no more than 65,536 are numbered in one epoch (`core.sources`)."""
+"""Limit of a frame from a worker: a node takes about 20 bytes, and an epoch has at most 65,536 nodes."""
 
 MAX_TEXT_CHARS = 20_000
-"""Of a log record or an error."""
+"""Limit for the text of a log record or an error, in characters."""
 
 Argument: TypeAlias = str | int | float | bool | None
 
 _LENGTH = struct.Struct(">I")
 
 
-# Messages that no other transport needs.
+# Messages of processes only.
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To a new process: what it is.
+    """First message to a worker's process: the worker to make.
 
     Attributes:
-        factory: "module:function"; called with `publish`, `report_out_of_memory` and the arguments, it gives a worker.
+        factory: "module:function", called with `publish`, `report_out_of_memory` and `arguments`; returns the worker.
         arguments: by name.
     """
 
@@ -52,19 +52,19 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the process: it has its worker."""
+    """Report that the worker was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """From the process: no memory for a step of these requests."""
+    """Report that there was no memory for a step of these requests."""
 
     request_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """From the process, once a second: how long its step takes so far, and how long it may; seconds."""
+class WorkerHeartbeat:
+    """A sign of life, sent once a second: seconds that the worker's current step has taken, and may take."""
 
     busy: float
     budget: float
@@ -72,7 +72,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """From the process: a log record, formatted."""
+    """A log record of the process, formatted."""
 
     name: str
     level: int
@@ -81,11 +81,11 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From the process: what it dies of.
+    """The error that ends a process, or a request.
 
     Attributes:
         kind: name of the exception's class.
-        field, value, limit, hint: as `CARDError` has them; of any other exception, `limit` is its message.
+        field, value, limit, hint: those of a `CARDError`; `limit` is the message of any other exception.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
-        """An exception, so that it can be raised again elsewhere."""
+        """Make the message for an exception."""
         kind = type(error).__name__
         if not isinstance(error, CARDError):
             return cls(kind, str(error)[:MAX_TEXT_CHARS])
@@ -104,19 +104,19 @@ class Failed:
         return cls(kind, error.limit[:MAX_TEXT_CHARS], error.field, value, error.hint)
 
     def error(self, process: str) -> CARDError:
-        """The exception, if it is one of ours; else an `EngineError` that says what it was, and of which process."""
-        found = getattr(errors, self.kind, None)
-        if isinstance(found, type) and issubclass(found, CARDError):
-            return found(self.field, self.value, self.limit, self.hint)
+        """Return the exception if it was a `CARDError`, else an `EngineError` that names it and the process."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, CARDError):
+            return kind(self.field, self.value, self.limit, self.hint)
         return EngineError(process, self.kind, self.limit or "it gave no reason", "the log has the whole trace")
 
 
 class Direction:
-    """What may be sent one way.
+    """The messages that may be sent in one direction.
 
     Args:
-        kinds: of messages; each goes by the name of its class.
-        max_bytes: of a frame, its length left out.
+        kinds: classes of the messages; the class name identifies a message on the wire.
+        max_bytes: limit of a frame, without its length field.
     """
 
     _envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
@@ -127,10 +127,10 @@ class Direction:
         self._decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in kinds}
 
     def encode(self, message: Any) -> bytes:
-        """One frame.
+        """Return the frame of a message.
 
         Raises:
-            EngineError: the message is too long, or of no kind that goes this way.
+            EngineError: the message is too long, or its kind may not be sent in this direction.
             TypeError: it holds something else than numbers and strings.
         """
         kind = type(message).__name__
@@ -139,10 +139,10 @@ class Direction:
         return _LENGTH.pack(self.check_length(len(body))) + body
 
     def decode(self, body: bytes) -> Any:
-        """The message in a frame, its length left out.
+        """Return the message of a frame, given without its length field.
 
         Raises:
-            EngineError: it is of no kind that goes this way, or malformed.
+            EngineError: its kind may not be sent in this direction, or it is malformed.
         """
         try:
             kind, fields = self._envelope.decode(body)
@@ -153,7 +153,7 @@ class Direction:
             ) from error
 
     def check_length(self, length: int) -> int:
-        """`length`, if a frame may have so many bytes; raises `EngineError` otherwise."""
+        """Return `length`; raise `EngineError` if it exceeds the limit of a frame."""
         if length > self.max_bytes:
             raise EngineError(
                 "frame", f"{length:,} bytes", f"at most {self.max_bytes:,} may be sent", "send less at once"
@@ -167,41 +167,41 @@ class Direction:
 
 
 DOWN = Direction((Start, Begin, Correct, Grow, End), MAX_COMMAND_BYTES)
-"""To the worker's process."""
+"""Messages to a worker's process."""
 
-UP = Direction((Ready, Proposal, Exhausted, Alive, Logged, Failed), MAX_REPORT_BYTES)
-"""From the worker's process."""
+UP = Direction((Ready, Proposal, Exhausted, WorkerHeartbeat, Logged, Failed), MAX_REPORT_BYTES)
+"""Messages from a worker's process."""
 
 
 class Wire:
-    """One end of a connection. Any thread may send; one thread receives.
+    """An end of a connection. Any thread may send; one thread receives.
 
     Args:
-        connection: a connected stream socket, which it owns from now on.
-        sends, takes: what goes out and what comes in.
+        connection: a connected stream socket, which the wire then owns.
+        sends, takes: messages that go out and that come in.
     """
 
     def __init__(self, connection: socket.socket, *, sends: Direction, takes: Direction) -> None:
         self._socket, self._sends, self._takes = connection, sends, takes
         self._incoming = connection.makefile("rb")
-        self._turn = threading.Lock()
+        self._send_lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Sends one message, or a frame that `Direction.encode` made; blocks while the other end does not read.
+        """Send one message, or a frame that `Direction.encode` made; blocks while the other end does not read.
 
         Raises:
             OSError: the other end is gone.
-            EngineError, TypeError: the message makes no frame.
+            EngineError, TypeError: the message cannot be encoded.
         """
         frame = message if isinstance(message, bytes) else self._sends.encode(message)
-        with self._turn:
+        with self._send_lock:
             self._socket.sendall(frame)
 
     def receive(self) -> Any | None:
-        """The next message; None when the other end is gone.
+        """Return the next message; None when the other end is gone.
 
         Raises:
-            EngineError: a frame is too long or makes no sense.
+            EngineError: a frame is too long or malformed.
         """
         header = self._read(_LENGTH.size)
         if header is None:
@@ -209,13 +209,13 @@ class Wire:
         body = self._read(self._takes.check_length(*_LENGTH.unpack(header)))
         return None if body is None else self._takes.decode(body)
 
-    def hang_up(self) -> None:
-        """Ends the connection for both ends, and whatever waits for it; may be called twice."""
+    def shutdown(self) -> None:
+        """End the connection for both ends; calls that wait for it return. May be called twice."""
         with contextlib.suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees it; nobody may use it any more."""
+        """Free the socket; the wire may not be used any more."""
         self._incoming.close()
         self._socket.close()
 

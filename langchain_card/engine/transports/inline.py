@@ -1,4 +1,4 @@
-"""A drafter that works on the sender's thread."""
+"""`InlineTransport`: a drafter on the sender's thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 
 
 class InlineTransport:
-    """Applies each command at once, and takes steps when it is told to work.
+    """A transport that applies each command at once, and takes the granted steps in `work`.
 
     Args:
         worker: the drafter's worker.
         name: of the drafter.
-        on_death: called when the worker raised; it takes no commands from then on.
+        on_death: called when the worker raises; commands are ignored after that.
 
     Attributes:
         dead: whether the worker raised.
@@ -34,10 +34,10 @@ class InlineTransport:
         self._dying = threading.Lock()
 
     def wait_ready(self) -> None:
-        """It is."""
+        """Return at once."""
 
     def send(self, command: DraftCommand) -> None:
-        """Applies the command."""
+        """Apply a command."""
         if self.dead:
             return
         if isinstance(command, Grow):
@@ -48,7 +48,7 @@ class InlineTransport:
             self.fail(error)
 
     def work(self) -> None:
-        """Takes the steps that were granted."""
+        """Take the steps that were granted."""
         granted, self._granted = self._granted, set()
         if self.dead or not granted:
             return
@@ -58,7 +58,7 @@ class InlineTransport:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """The worker raised: frees the drafter, and takes no commands from now on."""
+        """Free the drafter of a worker that raised; commands are ignored after that."""
         with self._dying:
             if self.dead:
                 return
@@ -68,12 +68,12 @@ class InlineTransport:
         self._on_death(error)
 
     def health(self) -> Health:
-        """Of the worker."""
+        """Return the worker's health."""
         return self._worker.health()
 
     def kill(self) -> None:
-        """Nothing: the sender itself is what hangs."""
+        """Do nothing: the sender's own thread hangs."""
 
     def close(self) -> None:
-        """Frees the drafter."""
+        """Free the drafter."""
         self._worker.close()

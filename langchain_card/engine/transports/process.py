@@ -1,6 +1,6 @@
-"""A drafter in a process of its own, for models that each have a device: two Python loops share no interpreter lock.
+"""`ProcessTransport`: a drafter in a process, for models on separate devices; their loops share no interpreter lock.
 
-The process ends with this one, however this one ends.
+The process ends with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -13,30 +13,27 @@ from collections.abc import Callable, Mapping
 
 from langchain_card.core.messages import Proposal
 from langchain_card.engine.transports.child_process import ChildProcess
-from langchain_card.engine.transports.frames import DOWN, UP, Alive, Argument, Exhausted, Ready, Start
+from langchain_card.engine.transports.frames import DOWN, UP, Argument, Exhausted, Ready, Start, WorkerHeartbeat
 from langchain_card.engine.transports.thread import Mailbox
 from langchain_card.ports import DraftCommand, Health
 
 log = logging.getLogger(__name__)
 
-
 SILENCE_SECONDS = 60.0
-"""After which a process that was heard of is taken to hang."""
+"""Time without a heartbeat after which a process is taken to hang; it does not apply before the first heartbeat."""
 
 
 class ProcessTransport:
-    """Starts a process with a worker in it, sends it commands and takes its reports.
+    """A transport to a worker in another process, which it starts and ends.
 
     Args:
-        factory: "module:function", found in the process; called with `publish`, `report_out_of_memory` and the
-            arguments, it gives the worker.
+        factory: "module:function", imported and called in the process; see `frames.Start`.
         arguments: of the factory, by name.
         name: of the drafter.
         publish: takes each proposal.
-        report_out_of_memory: told the requests that the worker had no memory for.
-        on_ready: called when the worker is there.
-        on_death: called once when the process is gone for another reason than `close`, whatever that is: it was killed,
-            it raised, it could not make its worker, or it sent what makes no sense.
+        report_out_of_memory: takes the ids of requests that the worker had no memory for.
+        on_ready: called when the worker was made.
+        on_death: called once when the process ends, unless `close` ended it; see `ChildProcess`.
 
     Raises:
         EngineError: no process could be started.
@@ -56,9 +53,9 @@ class ProcessTransport:
         self._name = name
         self._publish, self._report_out_of_memory = publish, report_out_of_memory
         self._on_ready, self._on_death = on_ready, on_death
-        self._started = threading.Event()  # or it never will
+        self._started = threading.Event()  # also set when the start failed
         self._error: BaseException | None = None
-        self._health, self._heard = Health(), math.inf  # until it has said something
+        self._health, self._last_heartbeat = Health(), math.inf
         self._mailbox = Mailbox()
         self._child = ChildProcess(
             "langchain_card.engine.transports.worker_main",
@@ -74,53 +71,53 @@ class ProcessTransport:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._child.pid
 
     @property
     def ready(self) -> bool:
-        """Whether the worker was made, and has not died."""
+        """State of the worker: True once it was made, until it dies."""
         return self._started.is_set() and self._error is None
 
     def wait_ready(self) -> None:
-        """Returns when the worker is made.
+        """Wait until the worker is made.
 
         Raises:
-            CARDError: why it never will be: whatever its factory raised.
+            CARDError: the factory failed.
         """
         self._started.wait()
         if self._error is not None:
             raise self._error
 
     def send(self, command: DraftCommand) -> None:
-        """Queues a command. Never waits: while the process does not read, later commands take the place of earlier."""
+        """Queue a command. Never waits; while the process does not read, later commands replace earlier ones."""
         self._child.send(command)
 
     def work(self) -> None:
-        """Nothing: the process takes all steps that it has leave for."""
+        """Do nothing: the process takes its granted steps by itself."""
 
     def health(self) -> Health:
-        """Of the worker, as it said last; one that says nothing for long hangs."""
-        silence = time.monotonic() - self._heard
+        """Return the health that the worker last reported; a worker that was silent for too long hangs."""
+        silence = time.monotonic() - self._last_heartbeat
         return self._health if silence < SILENCE_SECONDS else Health("up", silence, SILENCE_SECONDS)
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Kill the process."""
         self._child.kill()
 
     def close(self) -> None:
-        """Ends the process, with force after two seconds. May be called twice."""
+        """End the process, with force after two seconds. May be called twice."""
         self._child.close()
         self._started.set()
 
-    def _take(self, report: Proposal | Exhausted | Alive | Ready) -> None:
+    def _take(self, report: Proposal | Exhausted | WorkerHeartbeat | Ready) -> None:
         match report:
             case Proposal():
                 self._publish(report)
             case Exhausted(request_ids):
                 self._report_out_of_memory(request_ids)
-            case Alive(busy, budget):
-                self._health, self._heard = Health("up", busy, budget), time.monotonic()
+            case WorkerHeartbeat(busy, budget):
+                self._health, self._last_heartbeat = Health("up", busy, budget), time.monotonic()
             case Ready():
                 self._started.set()
                 self._on_ready()

@@ -1,4 +1,4 @@
-"""A drafter on a thread of its own, for requests that decode in parallel with it."""
+"""`ThreadTransport`: a drafter on its own thread, in parallel with the target; and the queues that threads share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = TypeVar("Message")
 
 
 class MessageQueue(Generic[Message]):
-    """Messages in order, for one thread, until it is closed."""
+    """A closable queue of messages in order, read by one thread."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -25,13 +25,13 @@ class MessageQueue(Generic[Message]):
         return len(self._messages)
 
     def put(self, message: Message) -> None:
-        """Appends a message."""
+        """Append a message."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
 
     def take(self, *, wait: bool) -> Message | None:
-        """The oldest message; None when there is none (`wait`: and the queue was closed)."""
+        """Return the oldest message; None when there is none (with `wait`: when the queue was closed)."""
         with self._changed:
             while wait and not self._messages and not self._closed:
                 self._changed.wait()
@@ -39,39 +39,38 @@ class MessageQueue(Generic[Message]):
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is taken."""
+        """State of the queue: True after `close`; `take` then returns None."""
         return self._closed
 
     def close(self) -> None:
-        """Wakes the thread for the last time."""
+        """Close the queue and wake the reader."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
 
 class Mailbox(MessageQueue[DraftCommand]):
-    """Commands in order, without those that later ones have made needless.
+    """A queue of commands that drops those that later commands replace.
 
-    A correction is cumulative and takes back all leave, so it stands for the corrections and the leave before it; the
-    end of a request stands for everything since its beginning. So a worker that stalls has few commands to catch up on,
-    and they hold each token once.
+    A correction is cumulative and revokes granted steps, so it replaces the corrections and grants before it. The end
+    of a request replaces everything since its beginning. So a worker that stalls has few commands to catch up on.
     """
 
     def put(self, message: DraftCommand) -> None:
-        """Appends a command."""
+        """Append a command."""
         with self._changed:
             if isinstance(message, Correct | End):
                 self._messages = [
                     c for c in self._messages if c.request_id != message.request_id or isinstance(c, Begin | End)
                 ]
-            own = [c for c in self._messages if c.request_id == message.request_id]
-            if isinstance(message, End) and own and isinstance(own[-1], Begin):
-                self._messages.remove(own[-1])  # the worker never hears of it
+            queued = [c for c in self._messages if c.request_id == message.request_id]
+            if isinstance(message, End) and queued and isinstance(queued[-1], Begin):
+                self._messages.remove(queued[-1])  # the worker need not see the request at all
             else:
                 super().put(message)
 
     def hand(self, apply: Callable[[DraftCommand], None], *, wait: bool) -> bool:
-        """Takes a command and applies it before anything else is put or dropped; whether there was one."""
+        """Take a command and apply it before anything else is put or dropped; return whether there was one."""
         with self._changed:
             command = self.take(wait=wait)
             if command is not None:
@@ -79,7 +78,7 @@ class Mailbox(MessageQueue[DraftCommand]):
             return command is not None
 
     def hand_ends(self, apply: Callable[[DraftCommand], None]) -> None:
-        """Applies the ends that wait. Nothing of their requests stands before them, so the order stays."""
+        """Apply the queued `End`s. No command of their requests is queued before them, so the order is kept."""
         with self._changed:
             ends = [command for command in self._messages if isinstance(command, End)]
             self._messages = [command for command in self._messages if not isinstance(command, End)]
@@ -87,18 +86,18 @@ class Mailbox(MessageQueue[DraftCommand]):
                 apply(command)
 
     def drop(self, request_id: int) -> None:
-        """Forgets a request's commands; none of them is half applied after that."""
+        """Drop the queued commands of a request; a command that is being applied is finished first."""
         with self._changed:
             self._messages = [command for command in self._messages if command.request_id != request_id]
 
 
 def work(worker: Worker, mailbox: Mailbox, but: Collection[int] = ()) -> None:
-    """Steps while it has leave, and reads commands between two steps, until the mailbox is closed.
+    """Apply commands and take granted steps in turn until the mailbox is closed.
 
     Args:
-        worker: a drafter's.
+        worker: a drafter's worker.
         mailbox: its commands.
-        but: requests whose steps are taken elsewhere.
+        but: ids of requests whose steps are taken on another thread.
     """
     busy = False
     while not mailbox.closed:
@@ -106,16 +105,16 @@ def work(worker: Worker, mailbox: Mailbox, but: Collection[int] = ()) -> None:
 
 
 class ThreadTransport:
-    """Queues commands for a worker thread, which steps while it has leave and reads commands between two steps.
+    """A transport that queues commands for a worker thread, which applies them between its steps.
 
-    Requests under any other schedule than `parallel` have nothing to overlap: their steps are taken on the sender's
-    thread. That is not only simpler: every thread that runs torch on several cores keeps a pool of its own, and with
-    more pooled threads than cores each parallel region waits for a sleeping thread (30 to 100 % per step on two cores).
+    Requests with any schedule but `parallel` have nothing to overlap, so their steps are taken on the sender's thread.
+    That is also faster: each thread that runs torch on several cores keeps its own pool, and with more pooled threads
+    than cores every parallel region waits for a sleeping thread (docs/LOG.md, 2026-11-21).
 
     Args:
         worker: the drafter's worker; may be called from both threads, one at a time.
         name: of the drafter.
-        on_death: called when the worker raised; it takes no commands from then on.
+        on_death: called when the worker raises; commands are ignored after that.
     """
 
     ready = True
@@ -129,16 +128,16 @@ class ThreadTransport:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """It is."""
+        """Return at once."""
 
     def send(self, command: DraftCommand) -> None:
-        """Hands the command over, or applies it at once."""
+        """Queue a command, or apply it at once if its request does not decode in parallel."""
         if self._inline.dead:
             return
         if isinstance(command, Begin) and command.schedule != "parallel":
             self._inline_ids.add(command.request_id)
-            self._mailbox.drop(command.request_id)  # of its parallel life; a beginning ends that, too
-            self._mailbox.hand_ends(self._inline.send)  # they free the room that this one takes
+            self._mailbox.drop(command.request_id)  # queued while it was parallel; a `Begin` replaces them
+            self._mailbox.hand_ends(self._inline.send)  # they free the memory that this request takes
         if command.request_id not in self._inline_ids:
             self._mailbox.put(command)
             return
@@ -147,18 +146,18 @@ class ThreadTransport:
         self._inline.send(command)
 
     def work(self) -> None:
-        """Takes the steps of requests that do not decode in parallel."""
+        """Take the granted steps of requests that do not decode in parallel."""
         self._inline.work()
 
     def health(self) -> Health:
-        """Of the worker."""
+        """Return the worker's health."""
         return self._worker.health()
 
     def kill(self) -> None:
-        """Nothing: no thread can be ended from outside. Requests go on at the target's own speed."""
+        """Do nothing: a thread cannot be killed. Requests go on at the target's own speed."""
 
     def close(self) -> None:
-        """Ends the thread after its current step."""
+        """End the thread after its current step."""
         self._mailbox.close()
         self._thread.join()
         self._inline.close()

@@ -1,4 +1,4 @@
-"""What runs in the process of a `ProcessTransport`: one worker."""
+"""Entry point of a drafter's process (`ProcessTransport`), which runs one worker."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import threading
 from collections.abc import Callable
 
-from langchain_card.engine.transports.child_process import beat, fail, serve_parent
-from langchain_card.engine.transports.frames import DOWN, UP, Alive, Exhausted, Ready, Start, Wire
+from langchain_card.engine.transports.child_process import fail, send_heartbeats, serve_parent
+from langchain_card.engine.transports.frames import DOWN, UP, Exhausted, Ready, Start, Wire, WorkerHeartbeat
 from langchain_card.engine.transports.thread import Mailbox, work
 from langchain_card.errors import CARDError
 from langchain_card.ports import Worker
 
 
 def main() -> None:
-    """Never returns."""
+    """Serve the parent process; never returns."""
     serve_parent(_serve, sends=UP, takes=DOWN)
 
 
@@ -24,18 +24,18 @@ def _serve(wire: Wire) -> None:
     if not isinstance(start, Start):
         return  # the parent is gone
     mailbox = Mailbox()
-    threading.Thread(target=_listen, args=(wire, mailbox), daemon=True).start()
+    threading.Thread(target=_receive_commands, args=(wire, mailbox), daemon=True).start()
     worker = _factory(start.factory)(
         wire.send, lambda request_ids: wire.send(Exhausted(request_ids)), **start.arguments
     )
     wire.send(Ready())
-    beat(wire, lambda: _alive(worker))
+    send_heartbeats(wire, lambda: _heartbeat(worker))
     work(worker, mailbox)
 
 
-def _alive(worker: Worker) -> Alive:
+def _heartbeat(worker: Worker) -> WorkerHeartbeat:
     health = worker.health()
-    return Alive(health.busy, health.budget)
+    return WorkerHeartbeat(health.busy, health.budget)
 
 
 def _factory(name: str) -> Callable[..., Worker]:
@@ -44,11 +44,11 @@ def _factory(name: str) -> Callable[..., Worker]:
     return factory
 
 
-def _listen(wire: Wire, mailbox: Mailbox) -> None:
-    """Takes commands as they come, so that the parent need not wait for a step, and those in the mailbox stay few."""
+def _receive_commands(wire: Wire, mailbox: Mailbox) -> None:
+    """Move commands to the mailbox as they arrive, so that the parent never waits for a step."""
     try:
         while (command := wire.receive()) is not None:
             mailbox.put(command)
     except CARDError as error:
         fail(wire, error)
-    os._exit(0)  # in the midst of a step, too: nothing here is worth keeping
+    os._exit(0)  # even during a step: no state needs to be kept

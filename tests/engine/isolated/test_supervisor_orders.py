@@ -16,8 +16,8 @@ from langchain_card.core.request import FinishReason, Request, RequestStats, Sam
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated import main as child
 from langchain_card.engine.isolated import messages as f
-from langchain_card.engine.isolated.pulse import DOUBT_SECONDS
 from langchain_card.engine.isolated.supervisor import Supervisor
+from langchain_card.engine.liveness import GRACE_SECONDS
 from langchain_card.errors import EngineClosedError, EngineError, InvalidInputError
 from langchain_card.ports import Health
 from tests.support import tiny
@@ -48,7 +48,7 @@ class Scripted:
 
     @property
     def asked(self) -> list[tuple[int, tuple[int, ...]]]:
-        asked = [message for message in self.sent if isinstance(message, f.Ask)]
+        asked = [message for message in self.sent if isinstance(message, f.Submit)]
         return [(message.request.request_id, message.output_ids) for message in asked]
 
 
@@ -96,8 +96,8 @@ def die(life: int) -> Scripted:
     return LIVES[-1]
 
 
-def wrote(request_id: int, *token_ids: int) -> f.Wrote:
-    return f.Wrote(request_id, token_ids, ("",) * len(token_ids), (), RequestStats(rounds=1))
+def wrote(request_id: int, *token_ids: int) -> f.Committed:
+    return f.Committed(request_id, token_ids, ("",) * len(token_ids), (), RequestStats(rounds=1))
 
 
 def test_a_request_is_asked_once_in_each_life(supervisor: Supervisor) -> None:
@@ -192,25 +192,25 @@ def test_loading_that_fails_later_is_no_fault_of_requests(supervisor: Supervisor
 def test_silence_while_this_process_slept_too_is_no_hang(supervisor: Supervisor, clock: Time) -> None:
     for silence in (60.0, 1000.0):
         clock.ahead += silence
-        supervisor._do(supervisor._look_after)
+        supervisor._do(supervisor._check_process)
         settle(supervisor)
         assert not LIVES[0].killed and not supervisor.health()["engine process"].ok
-        LIVES[0].say(f.Alive({}))
+        LIVES[0].say(f.EngineHeartbeat({}))
         settle(supervisor)
         assert supervisor.health()["engine process"].ok
-        clock.ahead += DOUBT_SECONDS + 1
-        supervisor._do(supervisor._look_after)
+        clock.ahead += GRACE_SECONDS + 1
+        supervisor._do(supervisor._check_process)
         settle(supervisor)
         assert not LIVES[0].killed
     for _ in range(2):
         clock.ahead += 60
-        supervisor._do(supervisor._look_after)
+        supervisor._do(supervisor._check_process)
         settle(supervisor)
     assert LIVES[0].killed == 1
 
 
 def test_one_bad_beat_is_no_hang(supervisor: Supervisor) -> None:
-    bad, good = f.Alive({"target": Health("up", 61.0, 60.0)}), f.Alive({"target": Health()})
+    bad, good = f.EngineHeartbeat({"target": Health("up", 61.0, 60.0)}), f.EngineHeartbeat({"target": Health()})
     for beat in (bad, good, bad, good):
         LIVES[0].say(beat)
     settle(supervisor)
@@ -246,10 +246,10 @@ def test_a_bad_request_of_the_process_ends_alone(tmp_path: Any, monkeypatch: pyt
     said: list[Any] = []
     wire: Any = type("Wire", (), {"send": lambda _, message: said.append(message)})()
     with Engine(EngineConfig(tiny.make_target("llama", tmp_path), None, dtype="float64", max_model_len=512)) as engine:
-        child._take(f.Ask(Request(0, (1, 2), SamplingParams(grammar="start: ("))), engine, wire)
-        child._take(f.Ask(Request(1, (1, 2), SamplingParams(max_tokens=2))), engine, wire)
+        child._handle(f.Submit(Request(0, (1, 2), SamplingParams(grammar="start: ("))), engine, wire)
+        child._handle(f.Submit(Request(1, (1, 2), SamplingParams(max_tokens=2))), engine, wire)
         wait_until(lambda: any(isinstance(message, f.Ended) for message in said))
         monkeypatch.setattr(engine.grammars, "start", lambda grammar: 1 // 0)
-        child._take(f.Ask(Request(2, (1, 2), SamplingParams(grammar="start: /a/"))), engine, wire)
-    refused = {message.request_id: message.error.kind for message in said if isinstance(message, f.Refused)}
+        child._handle(f.Submit(Request(2, (1, 2), SamplingParams(grammar="start: /a/"))), engine, wire)
+    refused = {message.request_id: message.error.kind for message in said if isinstance(message, f.RequestFailed)}
     assert refused == {0: "InvalidInputError", 2: "ZeroDivisionError"}

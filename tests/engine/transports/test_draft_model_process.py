@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +105,7 @@ def test_no_memory_for_the_weights(config: EngineConfig, monkeypatch: pytest.Mon
         drafter_hosts.build_worker(
             print,
             print,
-            **drafter_hosts._fields(spec),
+            **drafter_hosts._model_arguments(spec),
             max_len=64,
             num_seqs=1,
             vocab_size=9,
@@ -135,16 +134,6 @@ def pair_on(target: str, draft: str | None) -> Pair:
 )
 def test_which_draft_gets_a_process(asked: str, target: str, draft: str | None, wanted: bool) -> None:
     assert needs_process(EngineConfig(draft_transport=asked), pair_on(target, draft)) is wanted
-
-
-def test_without_msgspec_there_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A machine may have torch and transformers only."""
-    monkeypatch.setitem(sys.modules, "msgspec", None)
-    with caplog.at_level("INFO", "langchain_card"):
-        assert not needs_process(EngineConfig(), pair_on("cuda:0", "cuda:1"))
-    assert "msgspec" in caplog.text
-    with pytest.raises(InvalidInputError, match="draft_transport = 'process': needs the package msgspec"):
-        needs_process(EngineConfig(draft_transport="process"), pair_on("cpu", "cpu"))
 
 
 def test_the_field_is_checked_and_reaches_the_engine() -> None:

@@ -21,7 +21,6 @@ from langchain_card.engine.transports import frames
 from langchain_card.engine.transports.frames import (
     DOWN,
     UP,
-    Alive,
     Direction,
     Exhausted,
     Failed,
@@ -29,6 +28,7 @@ from langchain_card.engine.transports.frames import (
     Ready,
     Start,
     Wire,
+    WorkerHeartbeat,
 )
 from langchain_card.errors import CARDError, DeviceError, EngineError
 from langchain_card.ports import Health
@@ -92,7 +92,7 @@ MESSAGES: dict[tuple[Direction, str], Callable[[Draw], Any]] = {
     (UP, "Ready"): lambda d: Ready(),
     (UP, "Proposal"): lambda d: d.proposal(),
     (UP, "Exhausted"): lambda d: Exhausted(d.ints()),
-    (UP, "Alive"): lambda d: Alive(d.float(), d.float()),
+    (UP, "WorkerHeartbeat"): lambda d: WorkerHeartbeat(d.float(), d.float()),
     (UP, "Logged"): lambda d: Logged(d.text(), d.int(), d.text()),
     (UP, "Failed"): lambda d: Failed(d.text(), d.text(), d.text(), d.argument(), d.text()),
 }
@@ -160,7 +160,7 @@ def test_messages_arrive_in_order_until_the_other_end_is_gone() -> None:
     for message in sent:
         parent.send(message)
     parent._socket.sendall(DOWN.encode(m.End("toy", 0))[:-1])
-    parent.hang_up()
+    parent.shutdown()
     assert [process.receive() for _ in sent] == sent
     assert process.receive() is None, "half a frame is no message"
     with pytest.raises(OSError, match="Broken pipe"):
@@ -175,13 +175,14 @@ def test_what_an_engine_and_its_supervisor_say() -> None:
     logprobs = (m.TokenLogprob(-0.5, ((1, -0.5), (2, -1.0))),)
     said: dict[Direction, list[Any]] = {
         f.TO_ENGINE: [
-            f.Load(EngineConfig("a", None, limits=Limits(max_num_seqs=3), pins=Pins(window=4), isolate=True)),
-            f.Ask(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Pause(3, paused=True), f.Announce(4), f.Drain(),
+            f.LoadEngine(EngineConfig("a", None, limits=Limits(max_num_seqs=3), pins=Pins(window=4), isolate=True)),
+            f.Submit(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Pause(3, paused=True), f.Announce(4), f.Drain(),
         ],
         f.FROM_ENGINE: [
-            f.Loaded(Limits()), f.Began(3), f.Wrote(3, (7,), ("model",), logprobs, stats), Logged("a", 20, "b"),
-            f.Ended(3, FinishReason.LENGTH, stats), f.Refused(3, Failed("EngineError", "no")), Failed("KeyError", "x"),
-            f.Alive({"target": Health("up", 1.5, 20.0), "model": Health("given up")}),
+            f.Loaded(Limits()), f.Began(3), f.Committed(3, (7,), ("model",), logprobs, stats), Logged("a", 20, "b"),
+            f.Ended(3, FinishReason.LENGTH, stats), f.RequestFailed(3, Failed("EngineError", "no")),
+            Failed("KeyError", "x"),
+            f.EngineHeartbeat({"target": Health("up", 1.5, 20.0), "model": Health("given up")}),
         ],
     }  # fmt: skip
     for way, messages in said.items():

@@ -72,8 +72,8 @@ def test_it_conforms(paced: str) -> None:
 
 def test_it_is_told_where_it_works(paced: str) -> None:
     here = prompts.setting()
-    told = drafter_hosts._told(here, paced, Path(prompts.folder(prompts.ARCHS[0])), 1)
-    worker = drafter_hosts.build_plugin_worker(print, print, **json.loads(json.dumps(told)))
+    arguments = drafter_hosts._plugin_arguments(here, paced, Path(prompts.folder(prompts.ARCHS[0])), 1)
+    worker = drafter_hosts.build_plugin_worker(print, print, **json.loads(json.dumps(arguments)))
     there = worker.drafter.setting  # type: ignore[attr-defined]
     for name in ("vocab_size", "max_len", "num_seqs", "eos_ids", "limits"):
         assert getattr(there, name) == getattr(here, name)
@@ -94,12 +94,3 @@ def test_what_is_registered_here_alone_is_not_found_there(monkeypatch: pytest.Mo
     ):
         pass
     assert child_processes() <= before
-
-
-def test_without_msgspec_there_is_no_process(paced: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "msgspec", None)
-    with (
-        pytest.raises(InvalidInputError, match="draft_transport = 'process': needs the package msgspec"),
-        prompts.running(prompts.ARCHS[0], draft_model=paced, draft_transport="process"),
-    ):
-        pass

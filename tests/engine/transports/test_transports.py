@@ -172,8 +172,8 @@ def test_who_waits_for_a_step_hears_that_it_brought_nothing(caplog: pytest.LogCa
         worker.handle(m.Grow("toy", request_id, (1, 1)))
     assert worker.step() and not worker.step(), "what cannot grow is not asked again before the next correction"
     said = [(each.request_id, each.applied_len, each.token_ids) for each in heard]
-    assert said == [(0, 3, ()), (1, 3, ())] and not worker.leave[0] and worker.leave.keys() == {0, 1}
-    assert [record.getMessage()[:35] for record in caplog.records] == ["drafter 'toy' said what cannot be u"]
+    assert said == [(0, 3, ()), (1, 3, ())] and not worker.granted[0] and worker.granted.keys() == {0, 1}
+    assert [record.getMessage()[:45] for record in caplog.records] == ["drafter 'toy' returned unusable proposals, or"]
     worker.handle(m.Correct("toy", 1, 5, (10, 11)))  # the one before it was lost
     worker.handle(m.Correct("toy", 1, 1, (6,)))  # late
     worker.handle(m.Grow("toy", 1, (1,)))
