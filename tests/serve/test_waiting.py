@@ -13,7 +13,7 @@ import pytest
 from langchain_card import CARDChatModel, Limits
 from langchain_card.errors import GenerationAbortedError
 from langchain_card.serve import Settings, create_app
-from langchain_card.serve.waiting import ClientLeft, Following
+from langchain_card.serve.waiting import ClientLeft, PendingAnswer
 from tests.serve.test_answers import CHAT, LONG, num_open, posted
 from tests.support.played import make_pair
 from tests.support.served import NAME, ask, served, until
@@ -88,7 +88,7 @@ def forever() -> asyncio.Future[None]:
 async def test_whatever_ends_it_frees_the_items() -> None:
     freed: list[str] = []
     settings = Settings(keep_alive_seconds=0.05, max_wait_seconds=10)
-    whole = Following(items(0, 0.12, 0, freed=freed), never, settings, forever(), lambda: True, 10)
+    whole = PendingAnswer(items(0, 0.12, 0, freed=freed), never, settings, forever(), lambda: True, 10)
     assert [each async for each in whole] == [0, None, None, 0.12, 0] and freed == ["freed"]
     whole.close()
     for end in ("close", "leave"):
@@ -99,14 +99,14 @@ async def test_whatever_ends_it_frees_the_items() -> None:
             await left.wait()
             return {"type": "http.disconnect"}
 
-        following = Following(items(0, 30, freed=freed), receive, settings, forever(), lambda: True, 10)
-        assert await anext(following) == 0
+        answer = PendingAnswer(items(0, 30, freed=freed), receive, settings, forever(), lambda: True, 10)
+        assert await anext(answer) == 0
         if end == "leave":
             left.set()
             with pytest.raises(ClientLeft):
-                await anext(following)
-        following.close()
-        following.close()
+                await anext(answer)
+        answer.close()
+        answer.close()
         await asyncio.sleep(0.01)
         assert freed == ["freed"]
 
@@ -116,8 +116,8 @@ async def test_an_answer_that_is_cancelled_from_inside() -> None:
         yield 1
         raise asyncio.CancelledError
 
-    following = Following(cancelled(), never, Settings(), forever(), lambda: True, 10)
-    assert await anext(following) == 1
+    answer = PendingAnswer(cancelled(), never, Settings(), forever(), lambda: True, 10)
+    assert await anext(answer) == 1
     with pytest.raises(GenerationAbortedError):
-        await asyncio.wait_for(anext(following), 2)
-    following.close()
+        await asyncio.wait_for(anext(answer), 2)
+    answer.close()

@@ -19,7 +19,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import EngineError
 from langchain_card.serve import Settings
-from langchain_card.serve.waiting import Following
+from langchain_card.serve.waiting import PendingAnswer
 from tests.serve.test_answers import num_open, posted
 from tests.serve.test_waiting import forever
 from tests.support.played import make_pair
@@ -169,10 +169,10 @@ async def test_an_answer_that_fails_as_it_is_given_up() -> None:
         finally:
             raise RuntimeError
 
-    following = Following(items(), asyncio.Event().wait, Settings(), forever(), lambda: True, 10)
+    answer = PendingAnswer(items(), asyncio.Event().wait, Settings(), forever(), lambda: True, 10)
     await asyncio.sleep(0.05)
-    following.close()
-    await asyncio.wait_for(asyncio.gather(following._answer, return_exceptions=True), 5)
+    answer.close()
+    await asyncio.wait_for(asyncio.gather(answer._task, return_exceptions=True), 5)
 
 
 @pytest.mark.parametrize("route", STREAMS)
