@@ -1,4 +1,4 @@
-"""`langchain-card bench`: methods side by side; with `--steps` the step times of a pair."""
+"""`langchain-card bench`: compare decoding methods on the same prompts; with `--steps`, measure a pair's step times."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from langchain_card.cli.render import Screen
 
 PROMPTS, STEPS = 20, 8
-"""`--count` by default: prompts of a comparison; steps of each size."""
+"""Defaults of `--count`: prompts of a comparison, steps of each size."""
 
 
 def register(subparsers: Any) -> None:
-    """Add `bench`."""
+    """Add `bench` and its options."""
     from langchain_card.bench.method_table import DEFAULTS, METHODS
     from langchain_card.cli.fields import SETS, add_drafter_fields, add_engine_fields
+    from langchain_card.core.request import SamplingParams
 
+    params = SamplingParams()
     parser = subparsers.add_parser(
         "bench", help="compare ways to decode, side by side: measured, or on a virtual clock"
     )
@@ -34,7 +36,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--prompts", default="own", metavar="SET", help=SETS)
     parser.add_argument("--count", type=int, help=f"prompts ({PROMPTS}); with --steps, steps of each size ({STEPS})")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--temperature", type=float, default=params.temperature, help="0 takes the likeliest token (0)")
     parser.add_argument("--batch", type=int, default=1, help="prompts at once (1)")
     parser.add_argument("--repeat", type=int, default=1, help="times that all prompts are answered (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, as they come")
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be known to be wrong is, before hours of work."""
+    """Fill in `--count` and check the options before hours of work."""
     from langchain_card.cli.fields import check_output
     from langchain_card.errors import check_range
 
@@ -81,7 +83,7 @@ def _compare(args: argparse.Namespace) -> None:
     from langchain_card.core.request import SamplingParams
 
     if args.plot is not None:
-        from langchain_card.bench import canvas  # noqa: F401 - fails before the work, where matplotlib is absent
+        from langchain_card.bench import canvas  # noqa: F401 - fails before the work if matplotlib is absent
     fields, screen = engine_fields(args) | drafter_fields(args), Screen()
     config = EngineConfig(**fields)
     asked = Asked(args.max_tokens, args.temperature, args.batch)
@@ -117,7 +119,7 @@ def _compare(args: argparse.Namespace) -> None:
             race(found, methods, ids, args.batch, args.repeat, engine.tokenizer.decode, report)
             if found.greedy:
                 explain(found, engine, ids, args.batch, screen.note)
-        finally:  # a run that was cut short shows what it has
+        finally:  # an interrupted run shows its results so far
             save(found)
             _show(screen, found, args)
 
@@ -128,7 +130,7 @@ def _show(screen: Screen, found: Race, args: argparse.Namespace) -> None:
     if found.rows:
         print(markdown(found))
     for remark in remarks(found):
-        screen.say(remark)
+        screen.print(remark)
     if args.json is not None:
         screen.note(f"{len(found.rows)} rows are in {args.json}")
     if args.plot is not None and found.rows:

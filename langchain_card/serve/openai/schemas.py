@@ -33,10 +33,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "The server is closing, or cannot answer in time."},
     504: {"model": ErrorBody, "description": "The answer took longer than it was allowed to."},
 }
+"""Error responses of all routes, for the OpenAPI document."""
 STREAMED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"description": "The answer; with `stream`, its pieces.", "content": {"text/event-stream": {}}},
 }
+"""Responses of routes that can stream, for the OpenAPI document."""
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
     "functions": ([],),
