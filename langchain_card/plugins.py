@@ -26,9 +26,9 @@ from urllib.parse import parse_qsl, unquote
 
 from langchain_card.errors import CARDError, InvalidInputError, check_choice, is_out_of_memory
 
-Kind: TypeAlias = Literal["drafters", "acceptance", "steering"]
+PlugInKind: TypeAlias = Literal["drafters", "acceptance", "steering"]
 
-_BUILTIN: Mapping[Kind, Mapping[str, str]] = {
+_BUILTIN: Mapping[PlugInKind, Mapping[str, str]] = {
     "drafters": {
         "forced": "langchain_card.drafters.forced:ForcedDrafter",
         "ngram": "langchain_card.drafters.ngram.drafter:NgramDrafter",
@@ -40,9 +40,9 @@ _BUILTIN: Mapping[Kind, Mapping[str, str]] = {
     "steering": {},
 }
 
-_NEEDED: Mapping[Kind, Mapping[str, type]] = {"drafters": {"name": str, "paced": bool}}
+_NEEDED: Mapping[PlugInKind, Mapping[str, type]] = {"drafters": {"name": str, "paced": bool}}
 
-_registered: dict[tuple[Kind, str], Callable[..., Any]] = {}
+_registered: dict[tuple[PlugInKind, str], Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class PlugIn:
         field: the setting that names it.
     """
 
-    kind: Kind
+    kind: PlugInKind
     name: str
     factory: Callable[..., Any]
     options: Mapping[str, Any]
@@ -78,7 +78,7 @@ class PlugIn:
             raise InvalidInputError(self.field, self.name, limit, "mend its factory, or its options") from error
 
 
-def register(kind: Kind, name: str, factory: Callable[..., Any]) -> None:
+def register(kind: PlugInKind, name: str, factory: Callable[..., Any]) -> None:
     """Register a plug-in in this process only, for tests and notebooks. Engines with `isolate` do not see it.
 
     Raises:
@@ -88,7 +88,7 @@ def register(kind: Kind, name: str, factory: Callable[..., Any]) -> None:
     _registered[kind, name] = factory
 
 
-def names(kind: Kind) -> tuple[str, ...]:
+def names(kind: PlugInKind) -> tuple[str, ...]:
     """Return the names of all plug-ins of a kind."""
     registered = [name for registered_kind, name in _registered if registered_kind == kind]
     return tuple(sorted({*_BUILTIN[kind], *registered, *_offered(kind)}))
@@ -106,12 +106,12 @@ def take_option(spec: str, option: str) -> tuple[str, Any]:
     return f"{name}?{rest}" if rest else name, _options(spec, "stack").get(option)
 
 
-def is_known(kind: Kind, spec: str) -> bool:
+def is_known(kind: PlugInKind, spec: str) -> bool:
     """Return True if a spec names a plug-in of this kind."""
     return name_of(spec) in names(kind)
 
 
-def find(kind: Kind, spec: str, field: str | None = None) -> PlugIn:
+def find(kind: PlugInKind, spec: str, field: str | None = None) -> PlugIn:
     """Return the plug-in that a spec names.
 
     Args:
@@ -135,7 +135,7 @@ def find(kind: Kind, spec: str, field: str | None = None) -> PlugIn:
     return PlugIn(kind, name, factory, options, field)
 
 
-def _load(kind: Kind, name: str, field: str) -> Callable[..., Any]:
+def _load(kind: PlugInKind, name: str, field: str) -> Callable[..., Any]:
     if (kind, name) in _registered:
         return _registered[kind, name]
     try:
@@ -150,7 +150,7 @@ def _load(kind: Kind, name: str, field: str) -> Callable[..., Any]:
         raise InvalidInputError(field, name, limit, "mend or remove the package that offers it") from error
 
 
-def _parameters(kind: Kind, name: str, factory: Callable[..., Any], field: str) -> list[inspect.Parameter]:
+def _parameters(kind: PlugInKind, name: str, factory: Callable[..., Any], field: str) -> list[inspect.Parameter]:
     """Return the parameters of a factory that options may set, once its attributes are checked."""
     hint = f"mend or remove the package that offers it; docs/plugins.md says what {kind} need"
     for attribute, type_ in _NEEDED.get(kind, {}).items():
@@ -165,7 +165,7 @@ def _parameters(kind: Kind, name: str, factory: Callable[..., Any], field: str) 
 
 
 @functools.cache
-def _offered(kind: Kind) -> Mapping[str, EntryPoint]:
+def _offered(kind: PlugInKind) -> Mapping[str, EntryPoint]:
     """Return the entry points of installed packages by name; of several with one name the first counts."""
     offered: dict[str, EntryPoint] = {}
     for entry in entry_points(group=f"langchain_card.{kind}"):

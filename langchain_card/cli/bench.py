@@ -83,7 +83,7 @@ def _compare(args: argparse.Namespace) -> None:
     from langchain_card.core.request import SamplingParams
 
     if args.plot is not None:
-        from langchain_card.bench import canvas  # noqa: F401 - fails before the work if matplotlib is absent
+        from langchain_card.bench import canvas  # noqa: F401 - fails before the work, where matplotlib is absent
     fields, screen = engine_fields(args) | drafter_fields(args), Screen()
     config = EngineConfig(**fields)
     asked = Asked(args.max_tokens, args.temperature, args.batch)
@@ -119,7 +119,7 @@ def _compare(args: argparse.Namespace) -> None:
             race(found, methods, ids, args.batch, args.repeat, engine.tokenizer.decode, report)
             if found.greedy:
                 explain(found, engine, ids, args.batch, screen.note)
-        finally:  # an interrupted run shows its results so far
+        finally:  # a run that was cut short shows what it has
             save(found)
             _show(screen, found, args)
 

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     check_range("--first", args.first, 0, 100_000)
     check_range("--rounds", args.rounds, 1, 1000)
     if args.plot is not None:
-        from langchain_card.bench import timeline_plot  # fails before the work if matplotlib is absent
+        from langchain_card.bench import timeline_plot  # fails before the work, where matplotlib is absent
     config = EngineConfig(**engine_fields(args), **drafter_fields(args))
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, schedule=args.schedule)
     params.check(config.limits)

@@ -40,8 +40,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, service: Service, open_paths: Collection[str] = ()) -> None:
-        self._app, self._service, self._open = app, service, frozenset(open_paths)
-        self._num_open = 0
+        self._app, self._service, self._open_paths = app, service, frozenset(open_paths)
+        self._num_requests = 0
         self._keys = [key.encode() for key in service.settings.api_keys]
         self._secret = secrets.token_bytes(16)
 
@@ -69,8 +69,8 @@ class Guard:
         counted = 0
         try:
             self._check(scope)
-            counted = int(scope["path"] not in self._open)
-            self._num_open += counted
+            counted = int(scope["path"] not in self._open_paths)
+            self._num_requests += counted
             body = await self._body(scope, receive) if counted else b""
             await self._app(scope, _replayed(body, receive), send_with_headers)
         except Refused as refused:
@@ -83,7 +83,7 @@ class Guard:
                 raise
             await INTERNAL.response()(scope, receive, send_with_headers)
         finally:
-            self._num_open -= counted
+            self._num_requests -= counted
 
     def _check(self, scope: Scope) -> None:
         headers, settings = Headers(scope=scope), self._service.settings
@@ -93,7 +93,7 @@ class Guard:
             raise Refused(Problem(403, "Host names no host that is served here.", code="unknown_host"))
         if scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site":
             raise Refused(Problem(403, "Web pages of other sites may ask nothing here.", code="cross_site"))
-        if scope["path"] in self._open:
+        if scope["path"] in self._open_paths:
             return
         if self._keys:
             if not self._is_valid(authorization := headers.get("authorization", "")):
@@ -102,7 +102,7 @@ class Guard:
             scope.setdefault("state", {})["tenant"] = self._tenant(authorization)
         if self._service.draining:
             raise Refused(CLOSED)
-        if self._num_open >= settings.max_requests:
+        if self._num_requests >= settings.max_requests:
             message = f"max_requests = {settings.max_requests:,}: as many are answered already. Hint: try again later."
             raise Refused(Problem(429, message, "rate_limit_error", "rate_limit_exceeded"))
 

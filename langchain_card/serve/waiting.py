@@ -30,7 +30,7 @@ class ClientLeft(Exception):
 
 
 class PendingAnswer(Generic[T]):
-    """An asynchronous iterator over the items of an answer; it yields None after `keep_alive_seconds` without an item.
+    """An asynchronous iterator over the items of an answer while its client waits.
 
     The answer runs in a task of its own from the start. The caller must call `close` at the end.
 
@@ -41,13 +41,6 @@ class PendingAnswer(Generic[T]):
         ending: done when the server ends all answers.
         begun: returns True once the engine works on the answer.
         deadline_seconds: seconds that this answer may take.
-
-    Raises:
-        ClientLeft: while iterating, as the others: the client closed the connection.
-        EngineClosedError: the server is ending.
-        EngineWaitError: `max_wait_seconds` passed and the answer had not begun.
-        GenerationAbortedError: the answer was cancelled other than by `close`.
-        GenerationTimeoutError: `deadline_seconds` passed.
     """
 
     def __init__(
@@ -83,6 +76,15 @@ class PendingAnswer(Generic[T]):
         return self
 
     async def __anext__(self) -> T | None:
+        """Return the next item, or None after `keep_alive_seconds` without one.
+
+        Raises:
+            ClientLeft: the client closed the connection.
+            EngineClosedError: the server is ending.
+            EngineWaitError: `max_wait_seconds` passed and the answer had not begun.
+            GenerationAbortedError: the answer was cancelled other than by `close`.
+            GenerationTimeoutError: `deadline_seconds` passed.
+        """
         silent_until = self._now() + self._settings.keep_alive_seconds
         while True:
             self._next = self._next or asyncio.create_task(self._items.get())

@@ -88,9 +88,7 @@ class Continuation:
 
     async def _submit(self) -> Generation:
         prompt_ids, params = await asyncio.to_thread(self._prepare)
-        generation = self._model.engine.submit(
-            prompt_ids, params
-        )  # on the event loop: a cancellation comes before it or after it
+        generation = self._model.engine.submit(prompt_ids, params)  # not in the thread: it may be cancelled until here
         self._consumer.reads(generation)
         return generation
 
