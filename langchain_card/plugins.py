@@ -1,4 +1,4 @@
-"""Plug-ins: what installed packages add to this one, found by name and imported when it is named.
+"""Plug-ins: drafters, acceptance rules and steering of installed packages, imported when a setting names them.
 
 A package offers a drafter by an entry point of its `pyproject.toml`:
 
@@ -7,8 +7,8 @@ A package offers a drafter by an entry point of its `pyproject.toml`:
 echo = "my_package:EchoDrafter"
 ```
 
-and `EngineConfig(drafters=("ngram", "echo?depth=4"))` uses it: the name, then options as in a URL. What is built in is
-found in the same way, whether this package was installed or not. docs/plugins.md has an example.
+and `EngineConfig(drafters=("ngram", "echo?depth=4"))` uses it: the name, then options as in a URL. Built-in ones are
+found in the same way, even where this package is not installed. docs/plugins.md has an example.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeAlias
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 from langchain_card.errors import CARDError, InvalidInputError, check_choice, is_out_of_memory
 
-Kind: TypeAlias = Literal["drafters", "acceptance", "steering"]
+PlugInKind: TypeAlias = Literal["drafters", "acceptance", "steering"]
 
-_BUILTIN: Mapping[Kind, Mapping[str, str]] = {
+_BUILTIN: Mapping[PlugInKind, Mapping[str, str]] = {
     "drafters": {
         "forced": "langchain_card.drafters.forced:ForcedDrafter",
         "ngram": "langchain_card.drafters.ngram.drafter:NgramDrafter",
@@ -40,34 +40,34 @@ _BUILTIN: Mapping[Kind, Mapping[str, str]] = {
     "steering": {},
 }
 
-_NEEDED: Mapping[Kind, Mapping[str, type]] = {"drafters": {"name": str, "paced": bool}}
+_NEEDED: Mapping[PlugInKind, Mapping[str, type]] = {"drafters": {"name": str, "paced": bool}}
 
-_registered: dict[tuple[Kind, str], Callable[..., Any]] = {}
+_registered: dict[tuple[PlugInKind, str], Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class PlugIn:
-    """One that was named.
+    """A plug-in that a setting names, with its options.
 
     Attributes:
-        kind: what it is.
-        name: of it.
-        factory: a class, or what stands for one; called with a `ports.Setting` and the options.
-        options: by name.
-        field: in which it was named.
+        kind: its kind.
+        name: its name.
+        factory: a class or another callable; called with a `ports.Setting` and the options.
+        options: values by name.
+        field: the setting that names it.
     """
 
-    kind: Kind
+    kind: PlugInKind
     name: str
     factory: Callable[..., Any]
     options: Mapping[str, Any]
     field: str
 
     def make(self, *arguments: Any) -> Any:
-        """A fresh one.
+        """Make a new instance.
 
         Raises:
-            InvalidInputError: its factory raised something of its own.
+            InvalidInputError: the factory failed with an error that is neither a `CARDError` nor a lack of memory.
         """
         try:
             return self.factory(*arguments, **self.options)
@@ -78,64 +78,64 @@ class PlugIn:
             raise InvalidInputError(self.field, self.name, limit, "mend its factory, or its options") from error
 
 
-def register(kind: Kind, name: str, factory: Callable[..., Any]) -> None:
-    """Makes a plug-in known in this process alone: for tests and notebooks. Engines with `isolate` do not see it.
+def register(kind: PlugInKind, name: str, factory: Callable[..., Any]) -> None:
+    """Register a plug-in in this process only, for tests and notebooks. Engines with `isolate` do not see it.
 
     Raises:
-        InvalidInputError: there is no such kind.
+        InvalidInputError: `kind` does not exist.
     """
     check_choice("kind", kind, tuple(_BUILTIN))
     _registered[kind, name] = factory
 
 
-def names(kind: Kind) -> tuple[str, ...]:
-    """All that may be named."""
-    registered = [name for found, name in _registered if found == kind]
+def names(kind: PlugInKind) -> tuple[str, ...]:
+    """Return the names of all plug-ins of a kind."""
+    registered = [name for registered_kind, name in _registered if registered_kind == kind]
     return tuple(sorted({*_BUILTIN[kind], *registered, *_offered(kind)}))
 
 
 def name_of(spec: str) -> str:
-    """The name in a spec, without its options."""
+    """Return the name in a spec, without its options."""
     return spec.partition("?")[0]
 
 
 def take_option(spec: str, option: str) -> tuple[str, Any]:
-    """A spec of a stack without one of its options, and that one's value; None where it has none."""
+    """Remove one option from a spec of a stack: return the rest, and the option's value or None."""
     name, _, query = spec.partition("?")
     rest = "&".join(part for part in query.split("&") if unquote(part.partition("=")[0]) != option)
     return f"{name}?{rest}" if rest else name, _options(spec, "stack").get(option)
 
 
-def is_known(kind: Kind, spec: str) -> bool:
-    """Whether a spec names one."""
+def is_known(kind: PlugInKind, spec: str) -> bool:
+    """Return True if a spec names a plug-in of this kind."""
     return name_of(spec) in names(kind)
 
 
-def find(kind: Kind, spec: str, field: str | None = None) -> PlugIn:
-    """The plug-in that a spec names.
+def find(kind: PlugInKind, spec: str, field: str | None = None) -> PlugIn:
+    """Return the plug-in that a spec names.
 
     Args:
-        kind: what is looked for.
-        spec: name and options: `"name"`, `"name?depth=4&table=c++.ngrams"`. Values are numbers or other JSON where
-            they can be read as such, else text; `%26` stands for `&`.
-        field: in which it was named; `kind` by default.
+        kind: kind of the plug-in.
+        spec: name and options: `"name"`, `"name?depth=4&table=c++.ngrams"`. Values that parse as JSON or as a number
+            are read so, all others are text; `%26` stands for `&`.
+        field: the setting that holds the spec, for error messages; `kind` by default.
 
     Raises:
-        InvalidInputError: there is none of this name, it cannot be imported, is not of its kind, has no such options,
-            or one is named twice.
+        InvalidInputError: the name or an option is unknown, an option is given twice, the import fails, or the factory
+            lacks what its kind needs.
     """
     field = field or kind
     name = name_of(spec)
     check_choice(field, name, names(kind), "install the package that offers it")
     factory = _load(kind, name, field)
     options, known = _options(spec, field), _parameters(kind, name, factory, field)
-    if not any(each.kind == each.VAR_KEYWORD for each in known):
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in known):
         for option in options:
-            check_choice(f"option of {field} {name}", option, tuple(each.name for each in known))
+            check_choice(f"option of {field} {name}", option, tuple(parameter.name for parameter in known))
     return PlugIn(kind, name, factory, options, field)
 
 
-def _load(kind: Kind, name: str, field: str) -> Callable[..., Any]:
+def _load(kind: PlugInKind, name: str, field: str) -> Callable[..., Any]:
     if (kind, name) in _registered:
         return _registered[kind, name]
     try:
@@ -150,8 +150,8 @@ def _load(kind: Kind, name: str, field: str) -> Callable[..., Any]:
         raise InvalidInputError(field, name, limit, "mend or remove the package that offers it") from error
 
 
-def _parameters(kind: Kind, name: str, factory: Callable[..., Any], field: str) -> list[inspect.Parameter]:
-    """Those that options are for, of a factory that is one."""
+def _parameters(kind: PlugInKind, name: str, factory: Callable[..., Any], field: str) -> list[inspect.Parameter]:
+    """Return the parameters of a factory that options may set, once its attributes are checked."""
     hint = f"mend or remove the package that offers it; docs/plugins.md says what {kind} need"
     for attribute, type_ in _NEEDED.get(kind, {}).items():
         if not isinstance(getattr(factory, attribute, None), type_):
@@ -161,31 +161,30 @@ def _parameters(kind: Kind, name: str, factory: Callable[..., Any], field: str) 
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError) as error:
         raise InvalidInputError(field, name, f"its factory has no signature to be read ({error})", hint) from error
-    return [each for each in [*parameters][1:] if each.kind != each.POSITIONAL_ONLY]  # but the setting
+    return [each for each in [*parameters][1:] if each.kind != each.POSITIONAL_ONLY]  # the first one is the setting
 
 
 @functools.cache
-def _offered(kind: Kind) -> Mapping[str, EntryPoint]:
-    """By installed packages; the first of a name counts."""
-    found: dict[str, EntryPoint] = {}
+def _offered(kind: PlugInKind) -> Mapping[str, EntryPoint]:
+    """Return the entry points of installed packages by name; of several with one name the first counts."""
+    offered: dict[str, EntryPoint] = {}
     for entry in entry_points(group=f"langchain_card.{kind}"):
-        found.setdefault(entry.name, entry)
-    return found
+        offered.setdefault(entry.name, entry)
+    return offered
 
 
 def _options(spec: str, field: str) -> dict[str, Any]:
-    """By name. A plus stands for itself: it is common in paths."""
+    """Return the options of a spec by name. A plus stands for itself: it is common in paths."""
     options: dict[str, Any] = {}
-    for part in filter(None, spec.partition("?")[2].split("&")):
-        key, _, text = part.partition("=")
-        if unquote(key) in options:
-            raise InvalidInputError(field, spec, f"names {unquote(key)} twice", "name each option once")
-        options[unquote(key)] = _value(unquote(text))
+    for name, text in parse_qsl(spec.partition("?")[2].replace("+", "%2B"), keep_blank_values=True):
+        if name in options:
+            raise InvalidInputError(field, spec, f"names {name} twice", "name each option once")
+        options[name] = _value(text)
     return options
 
 
 def _value(text: str) -> Any:
-    for read in (json.loads, float):
+    for parse in (json.loads, float):
         with contextlib.suppress(ValueError, RecursionError):
-            return read(text)
+            return parse(text)
     return text

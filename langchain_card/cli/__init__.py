@@ -1,4 +1,4 @@
-"""The command line: `langchain-card COMMAND`. One module a command, with `register(subparsers)` and `run(args)`."""
+"""The command line: `langchain-card COMMAND`. Each command is a module with `register(subparsers)` and `run(args)`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from langchain_card._version import __version__
 from langchain_card.errors import CARDError
 
 COMMANDS = ("chat", "serve", "models", "bench", "ngrams", "plan", "trace", "doctor")
-"""Modules of this package; they import what is heavy inside `run`."""
+"""Modules of the commands, in the order of `--help`; they import heavy packages inside `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; default those of the process.
+        argv: arguments without the program's name; None for those of the process.
 
     Returns:
-        The exit code: 0, 2 for an error that this package explains, 130 when interrupted.
+        The exit code: that of the command, 2 for a `CARDError`, 130 if interrupted.
     """
     parser = argparse.ArgumentParser(prog="langchain-card", description="Local chat models with a draft and a target.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -25,9 +25,7 @@ def register(subparsers: Any) -> None:
     from langchain_card.bench.method_table import DEFAULTS, METHODS
     from langchain_card.cli.fields import SETS, add_drafter_fields, add_engine_fields
 
-    parser = subparsers.add_parser(
-        "bench", help="compare ways to decode, side by side: measured, or on a virtual clock"
-    )
+    parser = subparsers.add_parser("bench", help="measure ways to decode, side by side")
     add_engine_fields(parser)
     add_drafter_fields(parser)
     known = f"of {', '.join(METHODS)} ({' '.join(DEFAULTS)})"
@@ -130,7 +128,7 @@ def _show(screen: Screen, results: Comparison, args: argparse.Namespace) -> None
     if results.rows:
         print(markdown(results))
     for remark in remarks(results):
-        screen.say(remark)
+        screen.print(remark)
     if args.json is not None:
         screen.note(f"{len(results.rows)} rows are in {args.json}")
     if args.plot is not None and results.rows:

@@ -1,4 +1,4 @@
-"""`langchain-card chat`: a conversation on the command line. `--demo` shows and measures the schedules instead."""
+"""`langchain-card chat`: a conversation on the command line. `--demo` shows and times the schedules instead."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ ctrl-c   stops an answer; what was said is kept"""
 
 
 def register(subparsers: Any) -> None:
-    """Add `chat`."""
+    """Add `chat` and its options."""
     parser = subparsers.add_parser("chat", help="talk to a model; --demo shows what speculation gains here")
     parser.add_argument("--demo", action="store_true", help="answer one question live, then compare all schedules")
     add_engine_fields(parser)
     add_drafter_fields(parser)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="of the streamed answers (%(default)s)")
     parser.add_argument("--max-tokens", type=int, help=f"of one answer ({MAX_TOKENS}; {DEMO_TOKENS} with --demo)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
+    greedy = "0 takes the likeliest token (%(default)s)"
+    parser.add_argument("--temperature", type=float, default=SamplingParams().temperature, help=greedy)
     parser.add_argument("--seed", type=int, help="of the noise at a temperature above 0 (drawn, see /stats)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the user leaves; 0, or 1 when the demo's answers differ. Errors of the package rise to `main`."""
+    """Chat until the user leaves. Return 0, or 1 if the demo's answers differ."""
     config = EngineConfig(**engine_fields(args), **drafter_fields(args))
-    usual = DEMO_TOKENS if args.demo else MAX_TOKENS
-    max_tokens = usual if args.max_tokens is None else args.max_tokens
+    default = DEMO_TOKENS if args.demo else MAX_TOKENS
+    max_tokens = default if args.max_tokens is None else args.max_tokens
     seed = args.seed if args.seed is not None else secrets.randbelow(2**31)
     params = SamplingParams(max_tokens=max_tokens, temperature=args.temperature, seed=seed, schedule=args.schedule)
     params.check(config.limits)
@@ -62,7 +63,7 @@ def _run_chat(config: EngineConfig, params: SamplingParams, opening: list[dict[s
 
     screen = Screen()
     with load(screen, config) as engine:
-        Chat(engine, screen, params, opening).talk()
+        Chat(engine, screen, params, opening).run()
     return 0
 
 
@@ -74,7 +75,7 @@ def _run_demo(config: EngineConfig, params: SamplingParams, opening: list[dict[s
 
 
 def load(screen: Screen, config: EngineConfig, observe: Observer | None = None) -> Engine:
-    """Brings the models here where needed, loads them, and shows how far it is; `observe` sees the engine's work."""
+    """Download the models if needed and load them, showing progress; the engine reports to `observe`."""
     from langchain_card.chat.progress import ConsoleProgress
 
     with screen.waiting("loading torch and transformers"):
@@ -93,7 +94,7 @@ def load(screen: Screen, config: EngineConfig, observe: Observer | None = None) 
 
 @contextlib.contextmanager
 def stopping_on_interrupt(generation: Generation) -> Iterator[None]:
-    """Makes ctrl-c abort the answer; a second one is raised as usual."""
+    """Abort the answer at ctrl-c; a second ctrl-c raises `KeyboardInterrupt`."""
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
@@ -107,13 +108,13 @@ def stopping_on_interrupt(generation: Generation) -> Iterator[None]:
 
 
 class Chat:
-    """A conversation.
+    """A conversation on the command line.
 
     Args:
-        engine: answers; not closed here.
-        screen: where to write.
-        params: of every answer.
-        opening: the messages that every conversation begins with.
+        engine: the engine that answers; the caller closes it.
+        screen: the output.
+        params: sampling parameters of every answer.
+        opening: messages that every conversation begins with.
     """
 
     def __init__(self, engine: Engine, screen: Screen, params: SamplingParams, opening: list[dict[str, str]]) -> None:
@@ -123,17 +124,17 @@ class Chat:
         self._context = 0
         self._interactive = screen.console.is_terminal and sys.stdin.isatty()
 
-    def talk(self) -> None:
-        """Reads questions and commands until the user leaves."""
+    def run(self) -> None:
+        """Read and execute questions and commands until the user leaves."""
         if self._interactive:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  gives input() a history and line editing
+                import readline  # noqa: F401 - adds history and line editing to input()
             self._screen.note(f"{describe(self._engine)}. /help lists commands.\n")
         while (line := self._read()) is not None and line != "/quit":
             if line == "/help":
-                self._screen.say(HELP)
+                self._screen.print(HELP)
             elif line == "/stats":
-                self._screen.say(self._stats())
+                self._screen.print(self._stats())
             elif line == "/reset":
                 self._messages, self._context = list(self._opening), 0
                 self._screen.note("The conversation is forgotten.")
@@ -143,7 +144,7 @@ class Chat:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line; None at the end of the input, or at ctrl-c."""
+        """Return the next line; None at the end of the input or at ctrl-c."""
         try:
             if self._interactive:
                 return input("> ").strip()
@@ -169,10 +170,10 @@ class Chat:
         self._messages += [question, {"role": "assistant", "content": completion.text}]
         self._answers.append(completion.stats)
         self._context = len(prompt_ids) + len(completion.token_ids)
-        self._close(completion, generation.request.params.max_tokens)
+        self._print_end(completion, generation.request.params.max_tokens)
 
-    def _close(self, completion: Completion, max_tokens: int) -> None:
-        """One line under an answer: why it ended, where that is not plain, and how fast it was."""
+    def _print_end(self, completion: Completion, max_tokens: int) -> None:
+        """Print the line below an answer: its speed, and why it ended unless it is complete."""
         from langchain_card.cli.render import status
 
         reasons = {FinishReason.ABORT: "stopped", FinishReason.LENGTH: f"cut at {max_tokens} tokens"}
@@ -203,8 +204,9 @@ class Chat:
 
 
 def describe(engine: Engine) -> str:
-    """The models and where they run, in a line."""
+    """Describe the models and their devices in one line."""
     draft = {None: "no draft", "ngram": "n-gram lookup"}.get(engine.config.draft_model, engine.config.draft_model)
-    where = engine.devices["target"]
-    draft_where = engine.devices.get("draft", where)
-    return f"{engine.config.model} on {where}, with {draft}" + ("" if draft_where == where else f" on {draft_where}")
+    device = engine.devices["target"]
+    draft_device = engine.devices.get("draft", device)
+    text = f"{engine.config.model} on {device}, with {draft}"
+    return text if draft_device == device else f"{text} on {draft_device}"

@@ -1,4 +1,4 @@
-"""`langchain-card chat --demo`: one answer live, then the same answer under every schedule, timed and compared."""
+"""`langchain-card chat --demo`: stream one answer, then time and compare it under every schedule."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def read_scores(path):
     return scores
 """
 ORDER: tuple[Schedule, ...] = ("plain", "sequential", "parallel", "auto")
-WARM_UP = 16  # tokens with each schedule before anything is timed: the costs are learnt, the pages are touched
+WARM_UP = 16
+"""Tokens under each schedule before the timed runs: step costs are learnt and memory pages are touched."""
 IDENTICAL = "identical: yes"
-SHARED = "Both are slower at once than alone, so that parallel pays less than on two devices."
+_SHARED = "Both are slower at once than alone, so that parallel pays less than on two devices."
 _COLUMNS: tuple[tuple[str, Callable[[Sequence[RequestStats]], str]], ...] = (
     ("accepted\nlength", lambda runs: f"{_median(runs, lambda s: s.mean_accepted_length):.2f}"),
     ("hit\nrate", lambda runs: f"{_median(runs, lambda s: s.hit_rate):.0%}"),
@@ -56,32 +57,32 @@ def run(screen: Screen, config: EngineConfig, params: SamplingParams, opening: l
     """Show the demo.
 
     Args:
-        screen: where to write.
+        screen: the output.
         config: the models.
-        params: of the streamed answer; the comparison replaces its schedule.
+        params: sampling parameters; the comparison replaces the schedule.
         opening: messages before the question.
 
     Returns:
-        0, or 1 when the answers differ although the rule is exact.
+        0, or 1 if the answers differ although the rule is exact.
     """
     if config.draft_model is None:
         raise InvalidInputError("draft_model", "none", "the demo compares ways to draft", 'use a model, or "ngram"')
-    screen.say(_plan(config) + "\n")
+    screen.print(_plan(config) + "\n")
     from langchain_card.text.prompt import encode
 
     with load(screen, config) as engine:
         question = {"role": "user", "content": PROMPT}
         prompt_ids = encode([*opening, question], engine.tokenizer, config.model)
-        screen.say(f"{describe(engine)}. The question:\n")
-        screen.say(PROMPT, "dim")
+        screen.print(f"{describe(engine)}. The question:\n")
+        screen.print(PROMPT, "dim")
         streamed = _show(screen, engine, prompt_ids, params)
         runs = _compare(screen, engine, prompt_ids, params)
-        answers = [(name, made.token_ids) for name, each in runs.items() for made in each]
-        found = verdict(engine.tokenizer, [*answers, ("streamed", streamed.token_ids)])
-        screen.say(found)
+        answers = [(name, run.token_ids) for name, schedule_runs in runs.items() for run in schedule_runs]
+        result = verdict(engine.tokenizer, [*answers, ("streamed", streamed.token_ids)])
+        screen.print(result)
         if len(set(engine.devices.values())) < len(engine.devices):
-            screen.note(f"\nDraft and target share one device here ({engine.devices['target']}). {SHARED}")
-    return 0 if found == IDENTICAL or config.lossy else 1
+            screen.note(f"\nDraft and target share one device here ({engine.devices['target']}). {_SHARED}")
+    return 0 if result == IDENTICAL or config.lossy else 1
 
 
 def _plan(config: EngineConfig) -> str:
@@ -98,7 +99,7 @@ def _plan(config: EngineConfig) -> str:
 
 
 def _show(screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-    """Streams the answer with its tokens tinted by origin."""
+    """Stream the answer with each token coloured by its source."""
     screen.legend()
     generation = engine.submit(prompt_ids, params)
     screen.stream(generation, tint=True)
@@ -110,9 +111,9 @@ def _show(screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: Sam
 def _compare(
     screen: Screen, engine: Engine, prompt_ids: Sequence[int], params: SamplingParams
 ) -> dict[Schedule, list[Completion]]:
-    """Answers with every schedule in turn, forth and back, and draws the table.
+    """Answer under every schedule, in order and then in reverse order, and draw the table.
 
-    Each run is a tenant of its own: none copies the answer of the one before it, or finds the prompt read.
+    Each run has a tenant of its own, so that it neither drafts from earlier answers nor reuses the prompt's KV.
     """
     board = Board()
     live = Live(board, console=screen.console, refresh_per_second=REFRESH) if screen.is_terminal else None
@@ -130,13 +131,13 @@ def _compare(
                 screen.note(f"{label} · {progress(completion.stats)}")
         board.generation = None
     if live is None:
-        screen.say("")
+        screen.print("")
         screen.console.print(board)
     return board.runs
 
 
 class Board:
-    """The table as far as it is known, and the run in progress.
+    """The table of finished runs and the run in progress, for rich.
 
     Attributes:
         runs: finished answers by schedule.
@@ -149,7 +150,7 @@ class Board:
         self._label = ""
 
     def follow(self, label: str, generation: Generation) -> Generation:
-        """Shows this run below the table from now on."""
+        """Show a run below the table, and return it."""
         self._label, self.generation = label, generation
         return generation
 
@@ -164,12 +165,12 @@ class Board:
         table.add_column("schedule")
         for header in ("tokens/s", "speedup", *(header for header, _ in _COLUMNS)):
             table.add_column(header, justify="right", vertical="bottom")
-        rates = {schedule: _rate(made) for schedule, made in self.runs.items()}
-        for schedule, made in self.runs.items():
-            if not made:
+        rates = {schedule: _rate(completions) for schedule, completions in self.runs.items()}
+        for schedule, completions in self.runs.items():
+            if not completions:
                 table.add_row(schedule, *["·"] * (2 + len(_COLUMNS)), style="dim")
                 continue
-            stats = [completion.stats for completion in made]
+            stats = [completion.stats for completion in completions]
             name = f"auto ({stats[-1].schedule})" if schedule == "auto" else schedule
             rate, plain = rates[schedule], rates["plain"]
             speedup = f"{rate / plain:.2f}x" if plain else "-"
@@ -178,28 +179,27 @@ class Board:
         return table
 
 
-def _rate(made: Sequence[Completion]) -> float:
-    return median(completion.stats.tokens_per_second for completion in made) if made else 0.0
+def _rate(completions: Sequence[Completion]) -> float:
+    return median(each.stats.tokens_per_second for each in completions) if completions else 0.0
 
 
-def _median(stats: Sequence[RequestStats], figure: Callable[[RequestStats], float]) -> float:
-    return median(figure(one) for one in stats)
+def _median(runs: Sequence[RequestStats], figure: Callable[[RequestStats], float]) -> float:
+    return median(map(figure, runs))
 
 
 def verdict(tokenizer: Any, answers: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """Whether all answers are the same; else where the first other one parts from the first, and both texts there.
+    """Return `IDENTICAL`, or a text that shows where an answer first differs from the first answer.
 
     Args:
-        tokenizer: has `decode(ids)`.
+        tokenizer: tokenizer with `decode(ids)`.
         answers: names and token ids.
     """
-    (reference, ours), *others = answers
-    differing = next((answer for answer in others if answer[1] != ours), None)
-    if differing is None:
+    first, *others = answers
+    other = next((answer for answer in others if answer[1] != first[1]), None)
+    if other is None:
         return IDENTICAL
-    name, theirs = differing
-    shared = zip(ours, theirs)  # noqa: B905  one may be the beginning of the other
-    place = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(ours), len(theirs)))
-    around = slice(max(0, place - 12), place + 8)
-    texts = [f"  {who:10}  {tokenizer.decode(ids[around])!r}" for who, ids in ((reference, ours), (name, theirs))]
-    return "\n".join(["identical: no", f"{name} differs from {reference} at token {place}:", *texts])
+    pairs = zip(first[1], other[1])  # noqa: B905 - one may be a prefix of the other
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first[1]), len(other[1])))
+    around = slice(max(0, position - 12), position + 8)
+    texts = [f"  {name:10}  {tokenizer.decode(ids[around])!r}" for name, ids in (first, other)]
+    return "\n".join(["identical: no", f"{other[0]} differs from {first[0]} at token {position}:", *texts])

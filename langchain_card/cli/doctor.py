@@ -1,4 +1,4 @@
-"""`langchain-card doctor`: what a pair finds on this machine, and what would help."""
+"""`langchain-card doctor`: check a pair of models on this machine, and advise."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 TOKENS, TEXTS, REPEATS = 48, 2, 5
-"""Of each answer; prompts of our own; steps of each size."""
+"""Tokens of each trial answer, number of trial prompts, and timed steps of each size."""
 
 
 def register(subparsers: Any) -> None:
-    """Add `doctor`."""
+    """Add `doctor` and its options."""
     from langchain_card.cli.fields import add_drafter_fields, add_engine_fields
 
     parser = subparsers.add_parser("doctor", help="check this machine and a pair: memory, step times, schedule, advice")
@@ -23,7 +23,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; errors of the package rise to `main`, with what was found before them printed."""
+    """Print the findings section by section, so that an error leaves the earlier ones on the screen."""
     from langchain_card.bench import doctor, prompts
     from langchain_card.bench.step_times import measure
     from langchain_card.bench.teacher_forced import shared_model
@@ -38,22 +38,22 @@ def run(args: argparse.Namespace) -> int:
 
     screen = Screen()
 
-    def say(heading: str, lines: Iterable[str]) -> None:
-        screen.say(heading, "bold")
+    def print_section(heading: str, lines: Iterable[str]) -> None:
+        screen.print(heading, "bold")
         for line in lines:
-            screen.say(f"  {line}")
+            screen.print(f"  {line}")
 
     config = EngineConfig(**engine_fields(args), **drafter_fields(args))
-    say("This machine", doctor.about_machine())
+    print_section("This machine", doctor.about_machine())
     with ConsoleProgress() as progress:
         pair = resolve(config, progress)
-    say("The models", [*doctor.about_kernels(pair), *doctor.about_vocabulary(pair)])
-    say("Memory", doctor.about_memory(pair, config))
-    together = check_budget(pair, config.limits.max_num_seqs, config.limits.max_window, SCRATCH)
-    screen.say(f"  It all fits; up to {together} requests will run at once.")
+    print_section("The models", [*doctor.about_kernels(pair), *doctor.about_vocabulary(pair)])
+    print_section("Memory", doctor.about_memory(pair, config))
+    num_seqs = check_budget(pair, config.limits.max_num_seqs, config.limits.max_window, SCRATCH)
+    screen.print(f"  It all fits; up to {num_seqs} requests will run at once.")
     if args.no_measure:
         return 0
-    with contextlib.ExitStack() as loaded:  # once, for the steps and for the engine
+    with contextlib.ExitStack() as loaded:  # weights are loaded once, for the steps and for the engine
         device = None
         if pair.draft is not None:
             screen.note(f"loading {config.model} and {config.draft_model}")
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
                 loaded.enter_context(shared_model(spec))
             device = measure(config, "here", REPEATS, lambda _: None)
             shared = pair.draft.device == pair.target.device
-            say("Steps, measured", doctor.about_steps(device, shared=shared))
+            print_section("Steps, measured", doctor.about_steps(device, shared=shared))
         engine = loaded.enter_context(load(screen, config))
         trial = doctor.try_out(engine, prompts.load(prompts.OWN, TEXTS), TOKENS)
-    say("Schedule", doctor.about_schedule(trial))
-    say("What would help", doctor.advice(trial, device, pair))
+    print_section("Schedule", doctor.about_schedule(trial))
+    print_section("What would help", doctor.advice(trial, device, pair))
     return 0

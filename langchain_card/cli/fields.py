@@ -1,4 +1,4 @@
-"""Arguments that say which engine answers, for the commands that have them."""
+"""Command-line options that several commands share, and the fields of `EngineConfig` that they set."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, default_draft_model,
 from langchain_card.errors import InvalidInputError
 
 SETS = "own (default), copying or humaneval, or a file of JSON lines"
-"""What `--prompts` may be."""
+"""Help of `--prompts`: the values that it accepts."""
 
 
 def add_engine_fields(parser: argparse.ArgumentParser) -> None:
-    """Add models, devices and number formats."""
+    """Add the options of models, devices and number formats."""
     draft = default_draft_model() or "none"
     parser.add_argument("--model", default=default_model(), help="target model (%(default)s)")
     parser.add_argument("--draft-model", default=draft, help='draft model, "ngram" or "none" (%(default)s)')
@@ -30,14 +30,14 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drafter_fields(parser: argparse.ArgumentParser) -> None:
-    """Add the drafters beside the draft model and below it, as `langchain-card plan` names them."""
+    """Add the options of drafters beside and below the draft model."""
     beside = 'drafters beside the draft model, such as "ngram?table=code.ngrams", or "none" (n-grams)'
     parser.add_argument("--drafters", nargs="+", metavar="SPEC", help=beside)
     parser.add_argument("--stack", nargs="+", default=(), metavar="SPEC", help="below it, from the top (n-grams)")
 
 
 def check_output(option: str, path: Path | None, *endings: str) -> None:
-    """Raises `InvalidInputError` where a file to be written has no folder, or another ending than these."""
+    """Raise `InvalidInputError` if an output file's folder does not exist or its ending is not one of `endings`."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -47,7 +47,7 @@ def check_output(option: str, path: Path | None, *endings: str) -> None:
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The same as fields of `EngineConfig`, or of a chat model."""
+    """Return the options of `add_engine_fields` as fields of `EngineConfig` or of a chat model."""
     return {
         "model": args.model,
         "draft_model": None if args.draft_model == "none" else args.draft_model,
@@ -61,6 +61,6 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def drafter_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Likewise what `add_drafter_fields` added."""
+    """Return the options of `add_drafter_fields` as fields of `EngineConfig` or of a chat model."""
     beside = None if args.drafters is None else tuple(spec for spec in args.drafters if spec != "none")
     return {"drafters": beside, "stack": tuple(args.stack)}

@@ -1,4 +1,4 @@
-"""`langchain-card models list | pull NAME | path NAME | rm NAME`."""
+"""`langchain-card models`: list, download, locate or remove models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out one action; errors of the package rise to `main`."""
+    """Carry out one action."""
     from langchain_card.models.store import ModelStore
 
     store = ModelStore()

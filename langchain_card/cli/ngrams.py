@@ -1,4 +1,4 @@
-"""`langchain-card ngrams FOLDER --model NAME --out FILE`: a frozen table for the n-gram drafter, from any text."""
+"""`langchain-card ngrams FOLDER --out FILE`: build a frozen table for the n-gram drafter from text files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_TEXT_BYTES = 1 << 26
 
 
 def register(subparsers: Any) -> None:
-    """Add `ngrams`."""
+    """Add `ngrams` and its options."""
     parser = subparsers.add_parser("ngrams", help="count a folder's text, for faster answers of its kind")
-    told = "with text files, in folders of its own too; hidden files and folders (.git, .env) are left out"
-    parser.add_argument("folder", type=Path, help=told)
+    contents = "with text files, in folders of its own too; hidden files and folders (.git, .env) are left out"
+    parser.add_argument("folder", type=Path, help=contents)
     parser.add_argument("--model", default=default_model(), help="whose tokenizer reads it (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what the table is written to")
     parser.add_argument("--max-bytes", type=int, default=1 << 24, help="of the table (%(default)s)")
@@ -30,7 +30,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count and write; errors of the package rise to `main`."""
+    """Count the n-grams of a folder and write the table."""
     import numpy as np
 
     from langchain_card.drafters.ngram.frozen import MAX_BYTES, count, write
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _texts(folder: Path, skipped: Counter[str]) -> Iterator[tuple[str, int, int]]:
-    """The text of each file that is not hidden, and how many bytes of how many were read with it."""
-    shown = (path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder).as_posix()}")
-    files = [path for path in shown if path.is_file() and not path.is_symlink()]
+    """Yield the text of each file that is not hidden, the bytes processed so far, and the bytes of all files."""
+    visible = (path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder).as_posix()}")
+    files = [path for path in visible if path.is_file() and not path.is_symlink()]
     sizes = {path: path.stat().st_size for path in files}
     done, read, total = 0, 0, sum(sizes.values())
     for path, size in sizes.items():
@@ -78,7 +78,7 @@ def _texts(folder: Path, skipped: Counter[str]) -> Iterator[tuple[str, int, int]
 
 
 def _text(path: Path) -> str | None:
-    """What a file says; None where it is no text."""
+    """Return the content of a file; None if it is not text."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):

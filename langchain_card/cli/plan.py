@@ -1,4 +1,4 @@
-"""`langchain-card plan`: which stack of drafters is the fastest here, or none."""
+"""`langchain-card plan`: predict and measure which stack of drafters is the fastest on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(subparsers: Any) -> None:
-    """Add `plan`."""
+    """Add `plan` and its options."""
     from langchain_card.cli.fields import SETS, add_engine_fields
 
     parser = subparsers.add_parser("plan", help="find the fastest stack of drafters, or that none pays")
@@ -32,7 +32,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the levels, plan, and measure what was planned."""
+    """Measure the levels, predict the speed of each stack, and measure the best ones."""
     from langchain_card.bench.measure_stacks import read_levels
     from langchain_card.bench.plan import rank_stacks
     from langchain_card.cli.fields import check_output
@@ -49,14 +49,14 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("--draft-transport", args.draft_transport, limit, "leave it out")
     levels = read_levels(args.costs) if args.costs is not None else _measure_levels(args)
     case = levels.case()
-    every = rank_stacks(case)
-    plain = next(plan for plan in every if len(plan.levels) == 1)
-    _say_agreement(levels)
+    plans = rank_stacks(case)
+    plain = next(plan for plan in plans if len(plan.levels) == 1)
+    _print_agreement(levels)
     print('\npredicted, times plain decoding, draft and target in turns (schedule="sequential"):')
-    for plan in every:
+    for plan in plans:
         print(f"  {plain.seconds / plan.seconds:5.2f}  {describe(case, plan)}")
-    _say_choice(case, every)
-    measured = {} if args.costs is not None or args.no_measure else _run_stacks(args, case, every)
+    _print_choice(case, plans)
+    measured = {} if args.costs is not None or args.no_measure else _run_stacks(args, case, plans)
     if args.json is not None:
         rows = [
             {
@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
                 "blocks": plan.blocks,
                 "predicted": plain.seconds / plan.seconds,
                 "measured": vars(measured[plan.levels]) if plan.levels in measured else None,
-                "picked": plan is every[0],
+                "picked": plan is plans[0],
             }
-            for plan in every
+            for plan in plans
         ]
         args.json.write_text(json.dumps({"inputs": levels.to_json(), "stacks": rows}, indent=1) + "\n")
         print(f"all figures are in {args.json}")
@@ -91,51 +91,53 @@ def _measure_levels(args: argparse.Namespace) -> Levels:
 
 
 def describe(case: Case, plan: Plan) -> str:
-    """A stack in words, from the target down."""
+    """Describe a stack in words, from the target down."""
     names = [case.names[level] for level in reversed(plan.levels)]
     if not plan.blocks:
         return f"{names[0]} alone"
-    asked = [f"asks {name} for {block}" for name, block in zip(names[1:], reversed(plan.blocks), strict=True)]
-    return f"{names[0]} {', which '.join(asked)}"
+    requests = [f"asks {name} for {block}" for name, block in zip(names[1:], reversed(plan.blocks), strict=True)]
+    return f"{names[0]} {', which '.join(requests)}"
 
 
-def _say_agreement(levels: Levels) -> None:
+def _print_agreement(levels: Levels) -> None:
     print("\nof a block, the chance that the first 1, 2, 4 and 8 candidates are all taken:")
     for (low, up), edge in levels.edges.items():
         chances = ", ".join(f"{edge.reach[k]:.2f}" for k in (0, 1, 3, 7))
         print(f"  {levels.names[up]} takes from {levels.names[low]}: {chances}")
 
 
-def _say_choice(case: Case, every: list[Plan]) -> None:
-    picked = every[0]
+def _print_choice(case: Case, plans: list[Plan]) -> None:
+    picked = plans[0]
     if len(picked.levels) == 1:
         print("\nAs predicted, do not speculate: plain decoding is the fastest here.")
         return
     print(f"\nFastest as predicted: {describe(case, picked)}.")
-    if len(picked.levels) == 2 and any(len(plan.levels) > 2 for plan in every):
+    if len(picked.levels) == 2 and any(len(plan.levels) > 2 for plan in plans):
         print("No middle level pays, as predicted: what it saves is less than what its passes cost.")
 
 
-def _run_stacks(args: argparse.Namespace, case: Case, every: list[Plan]) -> dict[tuple[int, ...], Measured]:
-    """Plain, the best stack with one drafter and the best with more, on the prompts in turns."""
+def _run_stacks(args: argparse.Namespace, case: Case, plans: list[Plan]) -> dict[tuple[int, ...], Measured]:
+    """Measure, in turns on the same prompts, plain decoding and the best stacks with one drafter and with more."""
     from langchain_card.bench.measure_stacks import measure_speedups, stack_config, verdict
     from langchain_card.cli.fields import engine_fields
 
-    best = {len(plan.levels) > 2: plan for plan in reversed(every) if len(plan.levels) > 1}
-    tried, fields = [*best.values()], engine_fields(args)
-    if not tried:
+    best = {len(plan.levels) > 2: plan for plan in reversed(plans) if len(plan.levels) > 1}
+    candidates, fields = [*best.values()], engine_fields(args)
+    if not candidates:
         return {}
-    plain = next(plan for plan in every if len(plan.levels) == 1)
-    print(f"\nmeasuring {len(tried)} of them and plain decoding, in turns ...", flush=True)
-    found = measure_speedups(fields, case, tried, _texts(args), args.max_tokens)
+    plain = next(plan for plan in plans if len(plan.levels) == 1)
+    print(f"\nmeasuring {len(candidates)} of them and plain decoding, in turns ...", flush=True)
+    speedups = measure_speedups(fields, case, candidates, _texts(args), args.max_tokens)
+    measured = {plan.levels: speedup for plan, speedup in zip(candidates, speedups, strict=True)}
     print("times plain decoding, predicted and measured (with a 95 % interval of the mean):")
-    for plan, seen in zip(tried, found, strict=True):
-        shown = f"{seen.value:5.2f} ({seen.low:.2f} to {seen.high:.2f})"
-        print(f"  {plain.seconds / plan.seconds:5.2f}  {shown}  {describe(case, plan)}")
-    print(verdict({describe(case, plan): seen for plan, seen in zip(tried, found, strict=True)}))
+    for plan in candidates:
+        speedup = measured[plan.levels]
+        interval = f"{speedup.value:5.2f} ({speedup.low:.2f} to {speedup.high:.2f})"
+        print(f"  {plain.seconds / plan.seconds:5.2f}  {interval}  {describe(case, plan)}")
+    print(verdict({describe(case, plan): measured[plan.levels] for plan in candidates}))
     print("as run, for a configuration of your own:")
-    for plan in tried:
+    for plan in candidates:
         config = stack_config(fields, case, plan)
-        own = ("draft_model", "drafters", "stack", "pins")
-        print("  " + ", ".join(f"{name}={getattr(config, name)!r}" for name in own))
-    return {plan.levels: seen for plan, seen in zip(tried, found, strict=True)}
+        names = ("draft_model", "drafters", "stack", "pins")
+        print("  " + ", ".join(f"{name}={getattr(config, name)!r}" for name in names))
+    return measured

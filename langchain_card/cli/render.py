@@ -1,4 +1,4 @@
-"""What `chat` and its demo draw with: text that streams, statistics, two tints. Plain text without a terminal."""
+"""Terminal output of the commands: streamed text, statistics and colours; plain text if there is no terminal."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
 def style_of(source: str) -> str:
-    """The tint of a token that `source` proposed; the target's own have none."""
+    """Return the colour of tokens that `source` proposed; the target's own have the default one."""
     return _STYLES.get(source, "cyan")
 
 
 def name_of(source: str) -> str:
-    """A drafter's name, for people."""
+    """Return the display name of a source of tokens."""
     return _NAMES.get(source, source)
 
 
 def clean(text: str) -> str:
-    """Without control characters other than tab and newline: an answer must not steer the terminal."""
+    """Remove control characters other than tab and newline, so that an answer cannot control the terminal."""
     return text.translate(_CONTROLS)
 
 
 def share(part: float, whole: float) -> str:
-    """A share as "42%"; never above 100%, although a step may have begun before the clock."""
+    """Return a share as "42%"; 100% at most, although a step may have begun before the clock."""
     return f"{min(1.0, part / whole) if whole > 0 else 0.0:.0%}"
 
 
 def seconds_of(stats: RequestStats) -> float:
-    """Seconds since the first token, or from there to the end."""
+    """Return the seconds since the first token, up to the end if the answer is complete."""
     return stats.seconds(time.perf_counter())
 
 
 def progress(stats: RequestStats | None) -> str:
-    """How far and how fast an answer is; None before its request started."""
+    """Return an answer's length and speed as text; `stats` is None before the request has started."""
     if stats is None or not stats.rounds:
         return "reading the prompt"
     seconds = seconds_of(stats)
@@ -64,7 +64,7 @@ def progress(stats: RequestStats | None) -> str:
 
 
 def status(stats: RequestStats | None) -> str:
-    """`progress`, and how well candidates do."""
+    """Return `progress` with acceptance, hit rate and how busy the devices are."""
     line = progress(stats)
     if stats is None or not stats.rounds or stats.schedule == "plain":
         return line
@@ -77,12 +77,12 @@ def status(stats: RequestStats | None) -> str:
 
 
 class Screen:
-    """Standard output, and standard error for what is not an answer.
+    """The program's output: answers on standard output, remarks on standard error if there is no terminal.
 
     Attributes:
         console: standard output.
         errors: standard error.
-        is_terminal: whether to draw; a pipe gets plain lines, coloured where FORCE_COLOR asks for it, as in notebooks.
+        is_terminal: whether to redraw lines; a pipe gets plain lines, coloured if FORCE_COLOR is set, as in notebooks.
     """
 
     def __init__(self) -> None:
@@ -93,27 +93,27 @@ class Screen:
         self.errors = Console(highlight=False, stderr=True)
         self.is_terminal = sys.stdout.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
 
-    def say(self, text: str, style: str = "") -> None:
-        """A paragraph on standard output; wrapped on a terminal only."""
-        self._print(self.console, text, style)
+    def print(self, text: str, style: str = "") -> None:
+        """Print a paragraph on standard output; it is wrapped on a terminal only."""
+        self._write(self.console, text, style)
 
     def note(self, text: str, style: str = "dim") -> None:
-        """A remark that is no part of the output: below it on a terminal, else on standard error."""
-        self._print(self.console if self.is_terminal else self.errors, text, style)
+        """Print a remark: on a terminal below the output, else on standard error."""
+        self._write(self.console if self.is_terminal else self.errors, text, style)
 
     def waiting(self, text: str) -> AbstractContextManager[object]:
-        """Says what takes a while, as long as it does."""
+        """Show a message while the context runs."""
         if self.is_terminal:
             return self.console.status(Text(text, "dim"), spinner_style="dim")
         self.note(text)
         return nullcontext()
 
     def fail(self, error: CARDError) -> None:
-        """An error that the program survives."""
+        """Print an error after which the program continues."""
         self.errors.print(Text(clean(f"langchain-card: {error}")), soft_wrap=True)
 
     def legend(self) -> None:
-        """What the tints mean; nothing where there are none."""
+        """Print the meaning of the colours, if there are colours."""
         if self.is_terminal and self.console.color_system and not self.console.no_color:
             text = Text()
             for source in ("model", "ngram", ""):
@@ -121,14 +121,14 @@ class Screen:
             self.console.print(text)
 
     def stream(self, generation: Generation, *, tint: bool = False) -> None:
-        """Writes an answer as it comes, until it ends or is aborted.
+        """Print an answer as it is written, until it ends or is aborted.
 
         Args:
             generation: the answer.
-            tint: show which drafter proposed a token, where there are colours.
+            tint: colour each token by its source, if there are colours.
         """
         if self.is_terminal:
-            with _unechoed(), _Drawing(self.console, generation, tint) as drawing:
+            with _echo_off(), _Drawing(self.console, generation, tint) as drawing:
                 for piece in generation:
                     drawing.push(piece)
             return
@@ -136,12 +136,12 @@ class Screen:
             print(clean(piece.text), end="", flush=True)
         print(flush=True)
 
-    def _print(self, console: Console, text: str, style: str) -> None:
+    def _write(self, console: Console, text: str, style: str) -> None:
         console.print(Text(clean(text), style), soft_wrap=not console.is_terminal or not self.is_terminal)
 
 
 def _is_foreground() -> bool:
-    """Whether standard input is a terminal, and this process the one that is typed at."""
+    """Return True if standard input is a terminal and this process is in its foreground."""
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except (OSError, ValueError):
@@ -149,8 +149,8 @@ def _is_foreground() -> bool:
 
 
 @contextmanager
-def _unechoed() -> Iterator[None]:
-    """Keeps keys that are typed meanwhile off the drawing; they reach the next prompt."""
+def _echo_off() -> Iterator[None]:
+    """Turn off the terminal's echo, so that typed keys do not disturb the drawing; the next prompt reads them."""
     if not _is_foreground():
         yield
         return
@@ -165,11 +165,11 @@ def _unechoed() -> Iterator[None]:
 
 
 class _Drawing:
-    """An answer that grows on a terminal. Full rows scroll away; the last one and the status below it are redrawn."""
+    """An answer that grows on a terminal: full rows scroll away, the last row and the status below it are redrawn."""
 
     def __init__(self, console: Console, generation: Generation, tint: bool) -> None:
         self._console, self._generation, self._tint = console, generation, tint
-        self._line, self._printed = Text(), 0  # the line being written, and how many of its rows have scrolled
+        self._line, self._printed = Text(), 0  # the current line, and how many of its rows have scrolled away
         self._last_row = Text()
         self._live = Live(self, console=console, transient=True, refresh_per_second=REFRESH)
 
@@ -186,7 +186,7 @@ class _Drawing:
         yield Text(status(self._generation.stats), "dim", no_wrap=True, overflow="ellipsis")
 
     def push(self, piece: Piece) -> None:
-        """Takes the next token."""
+        """Add the next token."""
         style = style_of(piece.source) if self._tint else ""
         first, *others = clean(piece.text).expandtabs(4).split("\n")
         self._line.append(first, style)
@@ -196,7 +196,7 @@ class _Drawing:
         self._scroll()
 
     def _scroll(self, *, whole: bool = False) -> None:
-        """Prints the rows of the line that can no longer change."""
+        """Print the rows of the line that can no longer change."""
         rows = list(self._line.wrap(self._console, self._console.width))
         ready = rows[self._printed :] if whole else rows[self._printed : -1]
         self._last_row = Text() if whole else rows[-1]

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("langchain_card.serve")
 
-_GOODBYE_SECONDS = 5
-"""For clients to read that their answer was ended."""
+_FLUSH_SECONDS = 5
+"""Seconds that clients have to read the error that ends their answer."""
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _WARNING = """\
 langchain-card: WARNING: --insecure: everybody who reaches {host}:{port} may use the model, without a key and without
@@ -34,7 +34,7 @@ langchain-card: WARNING: encryption. Give --api-key-file instead, or let a proxy
 
 
 def register(subparsers: Any) -> None:
-    """Add `serve`."""
+    """Add `serve` and its options."""
     limits, params = Limits(), SamplingParams()
     parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
     add_engine_fields(parser)
@@ -60,7 +60,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or ctrl-c; 0. Errors of the package rise to `main`."""
+    """Serve until SIGTERM or ctrl-c, and return 0."""
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     check_address(args.host, args.port, bool(keys), args.insecure)
     check_range("--drain", args.drain, 0, 86_400)
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line.
+    """Return the keys of a file, one per line.
 
     Raises:
-        InvalidInputError: it cannot be read, or holds none.
+        InvalidInputError: the file cannot be read, holds an invalid key, or holds none.
     """
     try:
         keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
@@ -96,7 +96,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_address(host: str, port: int, has_keys: bool, insecure: bool) -> None:
-    """Raises `InvalidInputError` where others could reach a server that asks for no key."""
+    """Raise `InvalidInputError` if other machines could reach a server without keys."""
     check_range("--port", port, 0, 65_535)
     if not has_keys and not insecure and not is_loopback(host):
         hint = "give --api-key-file FILE; or --insecure, if the network is your own"
@@ -104,7 +104,7 @@ def check_address(host: str, port: int, has_keys: bool, insecure: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own; of names, `localhost` alone."""
+    """Return True for a loopback address and for the name `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -118,8 +118,8 @@ def _model(args: argparse.Namespace, config: EngineConfig, fields: dict[str, Any
     for field, name in (("--model", config.model), ("--draft-model", config.draft_model if config.has_draft else None)):
         if name is not None:
             ModelStore().check(name, field=field)
-    said = {"schedule": args.schedule, "max_tokens": args.max_tokens, "temperature": args.temperature}
-    return CARDChatModel(**fields, **said)
+    sampling = {"schedule": args.schedule, "max_tokens": args.max_tokens, "temperature": args.temperature}
+    return CARDChatModel(**fields, **sampling)
 
 
 def _settings(args: argparse.Namespace, keys: tuple[str, ...]) -> Settings:
@@ -135,14 +135,14 @@ def _settings(args: argparse.Namespace, keys: tuple[str, ...]) -> Settings:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet: that it is taken is found out before weights are loaded.
+    """Bind a socket without listening, so that an address in use is reported before weights are loaded.
 
     Raises:
-        InvalidInputError: it is taken, or none of this machine's.
+        InvalidInputError: the address is in use or not one of this machine.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise InvalidInputError("--host", host, f"is no address ({error.strerror})") from error
@@ -173,7 +173,7 @@ def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -
     address = f"http://{host}:{bound.getsockname()[1]}"
 
     class Server(uvicorn.Server):
-        """Asked to end it drains; asked again it ends the answers; at the third time it goes at once."""
+        """A server that drains at the first signal, ends the answers at the second, and exits at the third."""
 
         loop: asyncio.AbstractEventLoop | None = None
 
@@ -195,14 +195,14 @@ def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -
             asyncio.get_running_loop().call_later(args.drain, service.end)
             await super().shutdown(sockets)
 
-    end = args.drain + _GOODBYE_SECONDS
+    end = args.drain + _FLUSH_SECONDS
     config = uvicorn.Config(app, timeout_graceful_shutdown=end, server_header=False, ws="none", log_config=None)
-    with bound, model.load():  # here, where ctrl-c ends it, and an error is one line
+    with bound, model.load():  # loaded here, where ctrl-c works and an error prints one line
         Server(config).run([bound])
 
 
 def _log_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Uvicorn's, with times, and for this package's own records, too."""
+    """Return uvicorn's logging configuration with timestamps, extended to this package's loggers."""
     config = copy.deepcopy(config)
     for formatter in config["formatters"].values():
         formatter["fmt"] = f"%(asctime)s {formatter['fmt']}"

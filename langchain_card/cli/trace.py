@@ -1,4 +1,4 @@
-"""`langchain-card trace`: what draft and target do while one answer is written, as a picture and for Perfetto."""
+"""`langchain-card trace`: the timeline of draft and target during one answer, as a picture and for Perfetto."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_card.core.messages import TARGET
+from langchain_card.core.request import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
     from langchain_card.cli.render import Screen
 
 WARM_UP = 16
-"""Tokens that are written before, so that costs are known and kernels compiled."""
+"""Tokens of a first answer that is not shown: step costs become known and kernels are compiled."""
 
 
 def register(subparsers: Any) -> None:
-    """Add `trace`."""
+    """Add `trace` and its options."""
     from langchain_card.cli.fields import add_drafter_fields, add_engine_fields
     from langchain_card.config import SCHEDULES
 
+    params = SamplingParams()
     parser = subparsers.add_parser("trace", help="one answer's timeline: a picture, and a file for Perfetto")
     parser.add_argument("prompt", nargs="?", help="the question (the demo's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the trace for ui.perfetto.dev")
@@ -34,7 +36,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--rounds", type=int, default=6, help="how many are drawn (6)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of the answer (96)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--temperature", type=float, default=params.temperature, help="0 takes the likeliest token (0)")
     parser.add_argument("--schedule", default="parallel", choices=SCHEDULES, help="of the answer (parallel)")
     add_engine_fields(parser)
     add_drafter_fields(parser)
@@ -42,14 +44,13 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer, draw, write."""
+    """Trace one answer, print a summary, and write the files."""
     from langchain_card.bench.timeline import Tracer
     from langchain_card.cli.chat import load
     from langchain_card.cli.demo import PROMPT
     from langchain_card.cli.fields import check_output, drafter_fields, engine_fields
     from langchain_card.cli.render import Screen
     from langchain_card.config import EngineConfig
-    from langchain_card.core.request import SamplingParams
     from langchain_card.errors import InvalidInputError, check_range
 
     check_output("--json", args.json, ".json")
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         decode = engine.tokenizer.decode
     timeline = tracer.timelines[generation.request.request_id]
     names = {TARGET: config.model, ModelDrafter.name: config.draft_model or ""}
-    _say(screen, timeline, names)
+    _print_summary(screen, timeline, names)
     if args.json is not None:
         from langchain_card.bench.timeline import to_perfetto
 
@@ -92,12 +93,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say(screen: Screen, timeline: Timeline, names: Mapping[str, str]) -> None:
+def _print_summary(screen: Screen, timeline: Timeline, names: Mapping[str, str]) -> None:
     stats = timeline.stats
-    screen.say(
+    screen.print(
         f"\n{stats.output_tokens} tokens in {len(timeline.rounds)} rounds of the target, {stats.tokens_per_second:.1f} "
         f"tokens/s; {stats.hits} rounds hit; schedule {stats.schedule}"
     )
     for lane in (TARGET, *timeline.sources):
         steps = len(timeline.rounds) if lane == TARGET else sum(step.source == lane for step in timeline.drafts)
-        screen.say(f"{names.get(lane, lane)}: {steps} steps, busy {timeline.busy(lane):.0%} of the time")
+        screen.print(f"{names.get(lane, lane)}: {steps} steps, busy {timeline.busy(lane):.0%} of the time")

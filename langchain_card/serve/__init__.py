@@ -1,4 +1,4 @@
-"""The web application: `create_app(model)`. It needs the extra `server`, and is imported when first used."""
+"""The web application: `create_app(model)`. It needs the extra `server` and is imported on first use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ if TYPE_CHECKING:
     from langchain_card.serve.app import create_app
     from langchain_card.serve.settings import Settings
 
-_HOMES = {"create_app": "app", "Settings": "settings"}
+_MODULES = {"create_app": "app", "Settings": "settings"}
 
 __all__ = ["Settings", "create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     try:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "prometheus_client"):
             raise

@@ -18,7 +18,7 @@ from langchain_card.errors import CARDError
 from langchain_card.serve.error_bodies import Problem, Refused, validation_problem
 from langchain_card.serve.guard import Guard
 from langchain_card.serve.health import health_routes
-from langchain_card.serve.metrics import CLIENT_LEFT, Counting
+from langchain_card.serve.metrics import CLIENT_LEFT, RequestCounter
 from langchain_card.serve.openai.chat import chat_routes
 from langchain_card.serve.openai.completions import completion_routes
 from langchain_card.serve.openai.models import model_routes
@@ -28,20 +28,20 @@ from langchain_card.serve.settings import Settings
 from langchain_card.serve.waiting import ClientLeft
 
 _PROMPTS = {"/v1/chat/*": "messages", "/card/*batch": "inputs", "/card/*": "input"}
-"""By path: the field that holds the prompt."""
+"""The field of a request that holds the prompt, by pattern of the path."""
 OPEN_PATHS = ("/health", "/version", *PAGE_PATHS)
-"""What needs no key, and is answered while others are not."""
+"""Paths that need no key and are served even while the server drains or is full."""
 
 
 def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAPI:
-    """A web application that answers with a chat model, in the words of OpenAI's interface.
+    """Create a web application that serves a chat model through OpenAI's interface.
 
-    The model is loaded when the application starts, and given back when it ends; `model` itself stays open. The
+    The model is loaded when the application starts and released when it ends; `model` itself stays open. The
     application's `state.service` is its `Service`: `state.service.draining = True` refuses new requests.
 
     Args:
-        model: which answers; its fields say how, where a request does not.
-        settings: keys and bounds.
+        model: the model that answers; its fields are the defaults of requests.
+        settings: keys and limits.
     """
     service = Service(model, settings or Settings())
 
@@ -56,27 +56,27 @@ def create_app(model: CARDChatModel, settings: Settings | None = None) -> FastAP
     app = FastAPI(title="langchain-card", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(Guard, service=service, open_paths=OPEN_PATHS)
-    app.add_middleware(Counting, metrics=service.metrics)
-    for routes in (chat_routes, completion_routes, model_routes, health_routes, *_remote_routes()):
+    app.add_middleware(RequestCounter, metrics=service.metrics)
+    for routes in (chat_routes, completion_routes, model_routes, health_routes, *_langserve_routes()):
         app.include_router(routes(service))
     app.include_router(page_routes())
-    _add_own_routes(app, service)
+    _add_server_routes(app, service)
     _add_handlers(app, service)
     return app
 
 
-def _remote_routes() -> list[Callable[[Service], APIRouter]]:
-    """LangServe's, where it is installed."""
+def _langserve_routes() -> list[Callable[[Service], APIRouter]]:
+    """Return LangServe's routes if it is installed."""
     if find_spec("langserve") is None:
         return []
-    from langchain_card.serve.langserve.routes import remote_routes
+    from langchain_card.serve.langserve.routes import langserve_routes
 
-    return [remote_routes]
+    return [langserve_routes]
 
 
-def _add_own_routes(app: FastAPI, service: Service) -> None:
+def _add_server_routes(app: FastAPI, service: Service) -> None:
     @app.head("/", include_in_schema=False)
-    async def here() -> Response:
+    async def root() -> Response:
         return Response()
 
     @app.get("/version", summary="The version of the server; open to everybody")
@@ -90,8 +90,8 @@ def _add_own_routes(app: FastAPI, service: Service) -> None:
 
 def _add_handlers(app: FastAPI, service: Service) -> None:
     def prompt_of(request: Request) -> str:
-        found = (name for pattern, name in _PROMPTS.items() if fnmatchcase(request.url.path, pattern))
-        return next(found, "prompt")
+        fields = (name for pattern, name in _PROMPTS.items() if fnmatchcase(request.url.path, pattern))
+        return next(fields, "prompt")
 
     async def invalid(request: Request, error: Any) -> Response:
         return validation_problem(error, prompt_of(request)).response()
@@ -103,7 +103,7 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
     async def failed(request: Request, error: Any) -> Response:
         return service.problem(error, prompt_of(request)).response()
 
-    async def left(*_: Any) -> Response:
+    async def client_left(*_: Any) -> Response:
         return Response(status_code=CLIENT_LEFT)
 
     async def http(_: Request, error: Any) -> Response:
@@ -114,7 +114,7 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
         RequestValidationError: invalid,
         Refused: refused,
         CARDError: failed,
-        ClientLeft: left,
+        ClientLeft: client_left,
         HTTPException: http,
     }.items():
         app.add_exception_handler(kind, handler)

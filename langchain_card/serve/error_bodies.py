@@ -1,4 +1,4 @@
-"""What goes wrong, as an HTTP answer in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as HTTP responses in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from langchain_card import errors
 from langchain_card.errors import CARDError
 
 RETRY_AFTER_SECONDS = 1
-_NO_RETRY = {"x-should-retry": "false"}  # OpenAI's own clients ask: the next try would take as long
+_NO_RETRY = {"x-should-retry": "false"}  # a header that OpenAI's clients obey; a retry would take as long
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong: in words, its kind, the field of the request at fault, and a word for programs."""
+    """An error: its message, its kind, the field of the request at fault, and a code for programs."""
 
     message: str
     type: str
@@ -28,7 +28,7 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
+    """The body of every error response."""
 
     error: ErrorDetails
 
@@ -38,10 +38,10 @@ class Problem:
     """An error as a client sees it.
 
     Attributes:
-        status: of HTTP.
-        message: in words; nothing of the server's insides.
+        status: the HTTP status.
+        message: text for people; it shows no internals of the server.
         kind: OpenAI's `type`.
-        code: a word for programs.
+        code: an identifier for programs.
         param: the field of the request at fault.
     """
 
@@ -53,11 +53,11 @@ class Problem:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the response's JSON."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer, with what tells clients whether to try again."""
+        """Return the response, with headers that tell a client whether to retry."""
         headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
         headers |= _NO_RETRY if self.status == 504 else {}
         headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
@@ -65,7 +65,7 @@ class Problem:
 
 
 class Refused(Exception):
-    """A request that is answered by a problem."""
+    """Refuses a request: the response is the problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -75,7 +75,7 @@ class Refused(Exception):
 INTERNAL = Problem(500, "The server failed; the reason is in its log.", "server_error", "internal_error")
 CLOSED = Problem(503, "The server is shutting down.", "server_error", "shutting_down")
 _FAILED = Problem(503, "The engine could not answer; others go on. Try again.", "server_error", "engine_error")
-_SAID: tuple[tuple[type[CARDError], int, str, str | None], ...] = (
+_SHOWN: tuple[tuple[type[CARDError], int, str, str | None], ...] = (
     (errors.ContextOverflowError, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.UnsupportedContentError, 400, "invalid_request_error", "unsupported_content"),
     (errors.InvalidInputError, 400, "invalid_request_error", None),
@@ -83,41 +83,42 @@ _SAID: tuple[tuple[type[CARDError], int, str, str | None], ...] = (
     (errors.EngineWaitError, 503, "server_error", "not_begun_in_time"),
     (errors.GenerationTimeoutError, 504, "timeout_error", "timeout"),
 )
-"""Errors whose own words are for the client."""
-_UNSAID: tuple[tuple[type[CARDError], Problem], ...] = (
+"""Errors whose message the client reads: class, status, `type`, `code`."""
+_HIDDEN: tuple[tuple[type[CARDError], Problem], ...] = (
     (errors.EngineClosedError, CLOSED),
     (errors.EngineError, _FAILED),
 )
+"""Errors whose message would show internals, with the problem that the client reads instead."""
 _TOO_LONG = "The prompt is too long: "
-"""langchain-openai knows such errors by these words."""
+"""Prefix by which langchain-openai recognises a context overflow."""
 _PROMPTS = ("prompt", "prompt_ids", "content", "messages")
 
 
 def problem_of(error: BaseException, prompt: str, names: Mapping[str, str] | None = None) -> Problem:
-    """What an error is to a client.
+    """Translate an error for a client; an unknown error becomes `INTERNAL`.
 
     Args:
-        error: of any kind; one that nobody foresaw is `INTERNAL`.
+        error: any exception.
         prompt: the field of the request that holds the prompt.
-        names: words to be replaced in the message, such as the paths of models.
+        names: replacements in the message, such as public names for the paths of models.
     """
-    for kind, status, word, code in _SAID:
+    for kind, status, type_, code in _SHOWN:
         if isinstance(error, kind):
             message = _TOO_LONG + str(error) if kind is errors.ContextOverflowError else str(error)
             for name, shown in (names or {}).items():
                 message = message.replace(name, shown)
             field = error.field.partition(" ")[0]
-            return Problem(status, message, word, code, prompt if field in _PROMPTS else field)
-    return next((problem for kind, problem in _UNSAID if isinstance(error, kind)), INTERNAL)
+            return Problem(status, message, type_, code, prompt if field in _PROMPTS else field)
+    return next((problem for kind, problem in _HIDDEN if isinstance(error, kind)), INTERNAL)
 
 
 def validation_problem(error: RequestValidationError, prompt: str) -> Problem:
-    """The most precise of the things that are wrong with a request's body; `prompt` as for `problem_of`."""
-    found = error.errors()
-    foreseen = [each["ctx"]["error"] for each in found if isinstance(each.get("ctx", {}).get("error"), CARDError)]
-    if foreseen:
-        return problem_of(foreseen[0], prompt)
-    first = max(found, key=lambda each: len(_path(each, error.body)))
+    """Return the most deeply located error of a request's body; `prompt` is as for `problem_of`."""
+    details = error.errors()
+    causes = [detail.get("ctx", {}).get("error") for detail in details]
+    if card_errors := [cause for cause in causes if isinstance(cause, CARDError)]:
+        return problem_of(card_errors[0], prompt)
+    first = max(details, key=lambda detail: len(_path(detail, error.body)))
     path = _path(first, error.body)
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".") or None
     if first["type"] == "missing":
@@ -126,7 +127,7 @@ def validation_problem(error: RequestValidationError, prompt: str) -> Problem:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[Any]:
-    """Where in the body an error is; pydantic's own words for kinds of values are left out."""
+    """Return the path of an error in the body, without the names that pydantic inserts for members of unions."""
     path: list[Any] = []
     for part in error["loc"][1:]:
         in_list = isinstance(body, list) and isinstance(part, int) and part < len(body)

@@ -1,4 +1,4 @@
-"""Server-sent events of one answer."""
+"""Server-sent events: how an answer is streamed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One event that holds a JSON object."""
+    """Encode one event that holds a JSON object."""
     return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """How the events of a stream say what.
+class EventFormat:
+    """The encoding of a stream's events.
 
     Attributes:
-        piece: the event of a piece of the answer.
-        end: the last event of an answer that is whole.
-        error: the last event of one that fails.
+        piece: encodes a piece of the answer.
+        end: the last event of a complete answer.
+        error: encodes the last event of an answer that fails.
     """
 
     piece: Callable[[Any], bytes]
@@ -38,16 +38,16 @@ class Wire:
     error: Callable[[Problem], bytes]
 
 
-OPENAI = Wire(event, b"data: [DONE]\n\n", lambda problem: event(problem.body))
+OPENAI = EventFormat(event, b"data: [DONE]\n\n", lambda problem: event(problem.body))
 
 
 class EventStream(StreamingResponse):
-    """Events as they come; `close` is called at the end, also where nothing was sent.
+    """A response that sends events as they arrive and calls `close` at the end, even if nothing was sent.
 
     Args:
-        events: bytes of whole events.
-        given_up: returns when no more is sent, not even to a client that does not read what it was sent before.
-        close: frees what the events come of.
+        events: encoded events.
+        given_up: returns when the stream must end, even if the client has not read what was sent.
+        close: releases the source of the events.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""The door: who may come in, how much they may bring, and what each answer tells browsers. Pure ASGI."""
+"""ASGI middleware that checks keys, hosts and body sizes, and adds security headers to every response."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from langchain_card.serve.error_bodies import CLOSED, INTERNAL, Problem, Refused
 from langchain_card.serve.service import Service
+from langchain_card.serve.waiting import ClientLeft
 
 _HEADERS = {
     "x-content-type-options": "nosniff",
@@ -21,31 +22,31 @@ _HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
 }
-"""Of each answer that does not say otherwise itself."""
+"""Default headers of every response."""
 log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Lets a request in, its whole body read, or answers it.
+    """Middleware that passes a request on with its whole body read, or refuses it.
 
-    What a key is called behind the door, `request.state.tenant`, is made of it and of a secret of this process.
+    `request.state.tenant` identifies the key to the application: a hash of the key and a secret of this process.
 
-    There are no headers of CORS: web pages of other origins cannot read an answer. What they post is refused.
+    There are no CORS headers: web pages of other origins cannot read a response, and their POST requests are refused.
 
     Args:
-        app: behind the door.
-        service: its settings, and whether it takes requests.
-        open_paths: which need no key and are answered while the server is draining; no body of theirs is read.
+        app: the application behind this middleware.
+        service: holds the settings and the draining state.
+        open_paths: paths that need no key and are served even while the server drains; their bodies are not read.
     """
 
     def __init__(self, app: ASGIApp, service: Service, open_paths: Collection[str] = ()) -> None:
-        self._app, self._service, self._open = app, service, frozenset(open_paths)
-        self._num_inside = 0
+        self._app, self._service, self._open_paths = app, service, frozenset(open_paths)
+        self._num_requests = 0
         self._keys = [key.encode() for key in service.settings.api_keys]
         self._secret = secrets.token_bytes(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; there are no websockets."""
+        """Handle one request; websockets are closed."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http":
@@ -56,7 +57,7 @@ class Guard:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def sending(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
@@ -65,24 +66,24 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        inside = 0
+        counted = 0
         try:
             self._check(scope)
-            inside = int(scope["path"] not in self._open)
-            self._num_inside += inside
-            body = await self._body(scope, receive) if inside else b""
-            await self._app(scope, _replayed(body, receive), sending)
+            counted = int(scope["path"] not in self._open_paths)
+            self._num_requests += counted
+            body = await self._body(scope, receive) if counted else b""
+            await self._app(scope, _replayed(body, receive), send_with_headers)
         except Refused as refused:
-            await refused.problem.response()(scope, receive, sending)
-        except _Gone:
+            await refused.problem.response()(scope, receive, send_with_headers)
+        except ClientLeft:
             return
         except Exception:
             log.exception("a request failed")
             if started:
                 raise
-            await INTERNAL.response()(scope, receive, sending)
+            await INTERNAL.response()(scope, receive, send_with_headers)
         finally:
-            self._num_inside -= inside
+            self._num_requests -= counted
 
     def _check(self, scope: Scope) -> None:
         headers, settings = Headers(scope=scope), self._service.settings
@@ -92,71 +93,67 @@ class Guard:
             raise Refused(Problem(403, "Host names no host that is served here.", code="unknown_host"))
         if scope["method"] == "POST" and headers.get("sec-fetch-site") == "cross-site":
             raise Refused(Problem(403, "Web pages of other sites may ask nothing here.", code="cross_site"))
-        if scope["path"] in self._open:
+        if scope["path"] in self._open_paths:
             return
         if self._keys:
-            if not self._knows(authorization := headers.get("authorization", "")):
+            if not self._is_valid(authorization := headers.get("authorization", "")):
                 message = "Authorization must be `Bearer KEY`, with a key of this server."
                 raise Refused(Problem(401, message, code="invalid_api_key"))
             scope.setdefault("state", {})["tenant"] = self._tenant(authorization)
         if self._service.draining:
             raise Refused(CLOSED)
-        if self._num_inside >= settings.max_requests:
+        if self._num_requests >= settings.max_requests:
             message = f"max_requests = {settings.max_requests:,}: as many are answered already. Hint: try again later."
             raise Refused(Problem(429, message, "rate_limit_error", "rate_limit_exceeded"))
 
-    def _knows(self, authorization: str) -> bool:
-        """Whether a key is one of the server's; all are compared, so that the time tells nothing."""
+    def _is_valid(self, authorization: str) -> bool:
+        """Return True if the key is one of the server's. All are compared, so that the time reveals nothing."""
         scheme, _, given = authorization.partition(" ")
-        right = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(right)
+        matches = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
 
     def _tenant(self, authorization: str) -> str:
         given = authorization.partition(" ")[2].strip().encode("latin-1")
         return hmac.new(self._secret, given, "sha256").hexdigest()
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        most, seconds = self._service.settings.max_body_bytes, self._service.settings.max_body_seconds
+        max_bytes, seconds = self._service.settings.max_body_bytes, self._service.settings.max_body_seconds
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length) > most:
-            raise Refused(_too_large(most))
+        if length.isdecimal() and int(length) > max_bytes:
+            raise _too_large(max_bytes)
         try:
-            return await asyncio.wait_for(_read(receive, most), seconds)
+            return await asyncio.wait_for(_read(receive, max_bytes), seconds)
         except asyncio.TimeoutError:
             message = f"The body had not come after {seconds:g} seconds."
             raise Refused(Problem(408, message, "timeout_error", "timeout")) from None
 
 
-class _Gone(Exception):
-    """The client left before its request was whole."""
-
-
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, max_bytes: int) -> bytes:
     body, more = bytearray(), True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _Gone
+            raise ClientLeft
         body += message.get("body", b"")
         more = message.get("more_body", False)
-        if len(body) > most:
-            raise Refused(_too_large(most))
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
     return bytes(body)
 
 
-def _too_large(most: int) -> Problem:
-    return Problem(413, f"body: must have {most:,} bytes at most.", code="request_too_large")
+def _too_large(max_bytes: int) -> Refused:
+    return Refused(Problem(413, f"body: must have {max_bytes:,} bytes at most.", code="request_too_large"))
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Receives the body in one piece, then what comes after it."""
-    taken = False
+    """Return a `receive` that yields the body in one message, then the messages that follow it."""
+    replayed = False
 
     async def receive_again() -> Message:
-        nonlocal taken
-        if taken:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        taken = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again

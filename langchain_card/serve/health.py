@@ -1,4 +1,4 @@
-"""`/health`: whether answers are being written, judged by the progress of each worker, not by a question asked."""
+"""`/health`: the state of the service, judged by the progress of each worker without a test request."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from langchain_card.serve.service import Service
 Status = Literal["ok", "degraded", "failing", "draining"]
 
 _NEEDED = (TARGET, ENGINE_PROCESS)
-"""Without any other worker answers take longer, and are the same."""
+"""Workers without which no answer is written; without the others answers are the same but slower."""
 
 
 class WorkerHealth(BaseModel):
-    """Of one worker.
+    """State of one worker.
 
     Attributes:
-        state: "up", "loading", "down" (it starts again) or "given up".
-        busy_seconds: since its step began, or since one was due.
-        budget_seconds: that this may take; null where nothing is to be done.
+        state: "up", "loading", "down" (it is being restarted) or "given up".
+        busy_seconds: seconds since its current step began or was due.
+        budget_seconds: seconds that this step may take; null if the worker is idle.
     """
 
     state: str
@@ -36,7 +36,7 @@ class WorkerHealth(BaseModel):
 
 
 class HealthReport(BaseModel):
-    """Of the service: `degraded` is slower than it should be, `failing` and `draining` are answered with a 503."""
+    """State of the service: `degraded` is slower than it should be; `failing` and `draining` come with status 503."""
 
     status: Status
     open_requests: int
@@ -44,17 +44,21 @@ class HealthReport(BaseModel):
 
 
 def health_routes(service: Service) -> APIRouter:
-    """The route, for one application."""
+    """Create the route for one application."""
     router = APIRouter()
-    unwell: dict[int | str, dict[str, Any]] = {503: {"model": HealthReport, "description": "It cannot answer now."}}
+    unavailable: dict[int | str, dict[str, Any]] = {
+        503: {"model": HealthReport, "description": "It cannot answer now."}
+    }
 
     @router.head("/health", include_in_schema=False)
-    @router.get("/health", responses=unwell, response_model=HealthReport, summary="Whether answers are being written")
+    @router.get(
+        "/health", responses=unavailable, response_model=HealthReport, summary="Whether answers are being written"
+    )
     async def health() -> JSONResponse:
         state = service.state()
         status = "draining" if service.draining else judge(state.workers)
-        told = {name: _told(health) for name, health in state.workers.items()}
-        report = HealthReport(status=status, open_requests=state.num_open, workers=told)
+        workers = {name: _worker_health(health) for name, health in state.workers.items()}
+        report = HealthReport(status=status, open_requests=state.num_open, workers=workers)
         if status in ("ok", "degraded"):
             return JSONResponse(report.model_dump())
         return JSONResponse(report.model_dump(), 503, {"retry-after": str(RETRY_AFTER_SECONDS)})
@@ -63,13 +67,13 @@ def health_routes(service: Service) -> APIRouter:
 
 
 def judge(workers: dict[str, Health]) -> Status:
-    """Of a service with such workers."""
+    """Return the status of a service with these workers."""
     unwell = [name for name, health in workers.items() if not health.ok]
     if any(name in _NEEDED for name in unwell):
         return "failing"
     return "degraded" if unwell else "ok"
 
 
-def _told(health: Health) -> WorkerHealth:
+def _worker_health(health: Health) -> WorkerHealth:
     budget = None if health.budget == math.inf else round(health.budget, 3)
     return WorkerHealth(state=health.state, busy_seconds=round(health.busy, 3), budget_seconds=budget)

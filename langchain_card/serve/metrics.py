@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, in a registry of the application's own: counts, tokens and times, never a word of a text."""
+"""Metrics for Prometheus, in a registry of the application's own: counts and times, never text of users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from langchain_card.engine.generation import Generation
 from langchain_card.ports import Health
 
 CLIENT_LEFT = 499
-"""The outcome of an answer that its client did not wait for; as nginx has it."""
+"""Outcome of a request whose client disconnected; nginx uses the same number."""
 _SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 600)
 _SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
@@ -19,12 +19,12 @@ _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What the engine does at one moment.
+    """State of the engine at one moment.
 
     Attributes:
         num_open: requests that run or wait.
         num_running: requests that run.
-        workers: by name, how they are.
+        workers: health by worker.
     """
 
     num_open: int
@@ -33,7 +33,7 @@ class EngineState:
 
 
 class Metrics:
-    """What one application counts. `media_type` is that of `text()`."""
+    """Metrics of one application. `media_type` is the type of `text()`."""
 
     media_type = CONTENT_TYPE_LATEST
 
@@ -66,25 +66,25 @@ class Metrics:
         self._worker_ok = Gauge("langchain_card_worker_ok", well, ["worker"], registry=registry)
 
     def text(self, state: EngineState) -> bytes:
-        """All numbers, as Prometheus reads them; some tell of the engine as it is now."""
+        """Return all metrics in Prometheus's text format; the gauges show `state`."""
         self._open.set(state.num_open)
         self._running.set(state.num_running)
-        self._worker_ok.clear()  # of workers that are not known any more
+        self._worker_ok.clear()  # drops workers that are gone
         for name, health in state.workers.items():
             self._worker_ok.labels(name).set(health.ok)
         return generate_latest(self._registry)
 
     def count_request(self, route: str, outcome: int) -> None:
-        """A request was answered.
+        """Count a finished request.
 
         Args:
-            route: its pattern, not what a client wrote.
-            outcome: a status of HTTP.
+            route: the route's pattern, not the path that the client sent.
+            outcome: an HTTP status.
         """
         self._requests.labels(route, str(outcome)).inc()
 
     def count_answer(self, generation: Generation) -> None:
-        """An answer has ended, or nobody waits for it any longer."""
+        """Count an answer that is complete or abandoned."""
         stats = generation.stats
         if stats is None:
             return
@@ -105,27 +105,27 @@ class Metrics:
             self._speed.observe(stats.tokens_per_second)
 
 
-class Counting:
-    """ASGI middleware: counts each request when it is over. `scope["state"]["outcome"]` goes before the status."""
+class RequestCounter:
+    """ASGI middleware that counts each request when it ends. `scope["state"]["outcome"]` overrides the status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         status = CLIENT_LEFT
         state = scope.setdefault("state", {})
 
-        async def noting(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_noting_status)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.count_request(route, state.get("outcome", status))

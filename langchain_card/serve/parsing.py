@@ -1,4 +1,4 @@
-"""How the routes read their bodies: JSON that is just that, numbers that are numbers."""
+"""Strict parsing of request bodies: standard JSON only, and numbers that are not strings."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def _whole(value: Any) -> Any:
 
 
 Whole = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
-"""Also written as 3.0: some languages know no other numbers."""
+"""An integer, which may be written as 3.0: some languages have floats only."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class StrictRequest(Request):
-    """A request whose JSON is just that: no NaN, no halves of characters, no nesting without end."""
+    """A request that accepts standard JSON only: no NaN, no lone surrogates, no unbounded nesting."""
 
     @override
     async def json(self) -> Any:
         try:
             return from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
-            raise HTTPException(400, f"body: must be JSON in UTF-8; {error}.") from error  # FastAPI lets it pass
+            raise HTTPException(400, f"body: must be JSON in UTF-8; {error}.") from error  # FastAPI passes it on
 
 
 class StrictRoute(APIRoute):
-    """A route that takes `StrictRequest`s; bodies of another type, which any web page may send, are refused."""
+    """A route of `StrictRequest`s. It refuses other content types than JSON: any web page may send those."""
 
     @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -1,4 +1,4 @@
-"""`Settings`: who may use the application, and the bounds of each request."""
+"""`Settings`: keys and hosts of the application, and the limits of each request."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass, field, fields
 
 from langchain_card.errors import InvalidInputError, check_range
 
-MOST_MESSAGES = 4096
+MAX_MESSAGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an application allows; what decoding allows is in `Limits`, a field of the chat model.
+    """Access and limits of an application. Limits of decoding are in `Limits`, a field of the chat model.
 
     Attributes:
-        api_keys: each opens every route, as `Authorization: Bearer KEY`; where there are none, everybody may come in.
-        model_names: by which requests may name the model, and answers name it then; None for the last part of its
-            own name, and for its hub id; never for a path.
-        hosts: that requests may name in `Host`, without a port; None for any. It keeps web pages, whose names are made
-            to lead here, away from a server without keys.
-        max_body_bytes: of a request's body.
-        max_body_seconds: until all of it must have come.
-        max_requests: that are in the house at once; more are turned away at the door.
-        max_messages: of a conversation, at most 4,096.
-        max_wait_seconds: after which a request that has not begun is given up.
-        deadline_seconds: after which any answer ends; a request may say less, in the header `x-request-timeout`.
-        keep_alive_seconds: of silence in a stream, after which it says that it is still there.
+        api_keys: keys, each valid for every route as `Authorization: Bearer KEY`; without any, no key is needed.
+        model_names: names under which requests may name the model; responses repeat the name. None for the last part
+            of the model's own name and, unless it is a path, the whole name.
+        hosts: values that the header `Host` may have, without a port; None for any. They protect a server without keys
+            from web pages whose domain names resolve to it (DNS rebinding).
+        max_body_bytes: bytes of a request's body.
+        max_body_seconds: seconds until the whole body must have arrived.
+        max_requests: requests handled at once; further ones get status 429.
+        max_messages: messages of a conversation, at most 4,096.
+        max_wait_seconds: seconds after which a request is given up if its answer has not begun.
+        deadline_seconds: seconds after which every answer ends; the header `x-request-timeout` may set fewer.
+        keep_alive_seconds: seconds of silence in a stream after which a comment is sent to keep it open.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -48,7 +48,7 @@ class Settings:
             raise InvalidInputError("model_names", self.model_names, "must hold a name", "None takes the model's own")
         check_range("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         check_range("max_requests", self.max_requests, 1, 1 << 20)
-        check_range("max_messages", self.max_messages, 1, MOST_MESSAGES)
-        for each in fields(self):
-            if each.name.endswith("_seconds"):
-                check_range(each.name, getattr(self, each.name), 0.01, 86_400.0)
+        check_range("max_messages", self.max_messages, 1, MAX_MESSAGES)
+        for setting in fields(self):
+            if setting.name.endswith("_seconds"):
+                check_range(setting.name, getattr(self, setting.name), 0.01, 86_400.0)

@@ -1,4 +1,4 @@
-"""An answer while a client waits for it: given up when the client leaves, when it does not begin, or takes too long."""
+"""`PendingAnswer`: an answer that is given up if the client disconnects, it does not begin, or it takes too long."""
 
 from __future__ import annotations
 
@@ -21,33 +21,26 @@ from langchain_card.serve.settings import Settings
 
 T = TypeVar("T")
 
-_MOST_UNSENT = 64
-"""Items that may wait for a slow client here; behind them the engine's own bound holds (`Limits.max_unread`)."""
+_MAX_UNSENT = 64
+"""Items buffered here for a slow client; behind them the engine has its own limit (`Limits.max_unread`)."""
 
 
 class ClientLeft(Exception):
-    """Nobody waits for the answer any longer."""
+    """The client closed the connection before its answer was complete."""
 
 
-class Following(Generic[T]):
-    """The items of an answer, as an asynchronous iterator; None after each `keep_alive_seconds` without one.
+class PendingAnswer(Generic[T]):
+    """An asynchronous iterator over the items of an answer while its client waits.
 
-    The answer runs as a task of its own from the beginning. Whoever makes one calls `close` at the end.
+    The answer runs in a task of its own from the start. The caller must call `close` at the end.
 
     Args:
         items: the answer; closing the generator frees what it holds.
-        receive: of the request, whose body was read.
-        settings: how long to wait for what.
-        ending: done when the server waits for no answer any longer.
-        begun: whether the engine works for the answer.
-        deadline_seconds: of this answer.
-
-    Raises:
-        ClientLeft: while iterating; the client has closed the connection.
-        EngineClosedError: the server ends.
-        EngineWaitError: `max_wait_seconds` passed and it had not begun.
-        GenerationAbortedError: the answer was cancelled, and not by `close`.
-        GenerationTimeoutError: `deadline_seconds` passed.
+        receive: the request's ASGI `receive`; the body has been read.
+        settings: limits of waiting.
+        ending: done when the server ends all answers.
+        begun: returns True once the engine works on the answer.
+        deadline_seconds: seconds that this answer may take.
     """
 
     def __init__(
@@ -61,11 +54,11 @@ class Following(Generic[T]):
     ) -> None:
         self._settings, self._ending, self._begun, self._seconds = settings, ending, begun, deadline_seconds
         self._now = asyncio.get_running_loop().time
-        self._since = self._now()
-        self._items: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(_MOST_UNSENT)
+        self._start = self._now()
+        self._items: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(_MAX_UNSENT)
         self._closed = False
-        self._answer = asyncio.create_task(self._fill(items))
-        self._left = asyncio.create_task(_leaving(receive))
+        self._task = asyncio.create_task(self._fill(items))
+        self._disconnected = asyncio.create_task(_disconnect(receive))
         self._next: asyncio.Task[tuple[T] | Exception | None] | None = None
 
     async def _fill(self, items: AsyncGenerator[T, None]) -> None:
@@ -83,24 +76,33 @@ class Following(Generic[T]):
         return self
 
     async def __anext__(self) -> T | None:
+        """Return the next item, or None after `keep_alive_seconds` without one.
+
+        Raises:
+            ClientLeft: the client closed the connection.
+            EngineClosedError: the server is ending.
+            EngineWaitError: `max_wait_seconds` passed and the answer had not begun.
+            GenerationAbortedError: the answer was cancelled other than by `close`.
+            GenerationTimeoutError: `deadline_seconds` passed.
+        """
         silent_until = self._now() + self._settings.keep_alive_seconds
         while True:
             self._next = self._next or asyncio.create_task(self._items.get())
-            patience = self._patience(silent_until)
-            events: set[asyncio.Future[Any]] = {self._next, self._left, self._ending, self._answer}
-            await asyncio.wait(events, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if self._left.done():
+            timeout = self._timeout(silent_until)
+            events: set[asyncio.Future[Any]] = {self._next, self._disconnected, self._ending, self._task}
+            await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if self._disconnected.done():
                 raise ClientLeft
             if self._ending.done():
                 raise self._late()
             if self._next.done():
-                return self._took(self._next.result())
-            if self._answer.done() and self._items.empty():
+                return self._take(self._next.result())
+            if self._task.done() and self._items.empty():
                 raise GenerationAbortedError("answer", "cancelled", "another part of the program ended it", "ask again")
             if self._now() >= silent_until:
                 return None
 
-    def _took(self, item: tuple[T] | Exception | None) -> T:
+    def _take(self, item: tuple[T] | Exception | None) -> T:
         self._next = None
         if item is None:
             raise StopAsyncIteration
@@ -108,22 +110,22 @@ class Following(Generic[T]):
             raise item
         return item[0]
 
-    def _patience(self, silent_until: float) -> float:
-        """Seconds until something is to be done; raises when the answer has had all its time."""
-        waited, settings = self._now() - self._since, self._settings
-        left = self._seconds - waited
-        if left <= 0:
+    def _timeout(self, silent_until: float) -> float:
+        """Return the seconds to wait for the next event; raise if the answer's time is up."""
+        waited, settings = self._now() - self._start, self._settings
+        remaining = self._seconds - waited
+        if remaining <= 0:
             raise self._late()
         if not self._begun():
-            left = min(left, settings.max_wait_seconds - waited)
-            if left <= 0:
+            remaining = min(remaining, settings.max_wait_seconds - waited)
+            if remaining <= 0:
                 limit = "others had their turn for so many seconds, and the answer had not begun"
                 raise EngineWaitError("max_wait_seconds", settings.max_wait_seconds, limit, "try again later")
-        return max(0.0, min(left, silent_until - self._now()))
+        return max(0.0, min(remaining, silent_until - self._now()))
 
     async def late(self) -> EngineError:
-        """Waits for the last moment of the answer: returns what is raised then."""
-        await asyncio.wait({self._ending}, timeout=max(0.0, self._since + self._seconds - self._now()))
+        """Wait until the answer's time is up or the server ends; return the error for it."""
+        await asyncio.wait({self._ending}, timeout=max(0.0, self._start + self._seconds - self._now()))
         return self._late()
 
     def _late(self) -> EngineError:
@@ -133,14 +135,14 @@ class Following(Generic[T]):
         return GenerationTimeoutError("deadline", self._seconds, limit, hint)
 
     def close(self) -> None:
-        """Gives the answer up, if it is still being written. Nothing is waited for. May be called twice."""
+        """Cancel the answer if it still runs. Does not wait; a second call does nothing."""
         self._closed = True
-        for task in (self._answer, self._left, self._next):
+        for task in (self._task, self._disconnected, self._next):
             if task is not None:
                 task.cancel()
 
 
-async def _leaving(receive: Receive) -> None:
-    """Ends when the client closes the connection."""
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

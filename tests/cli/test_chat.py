@@ -214,7 +214,7 @@ def test_colours_asked_for_make_no_terminal_of_a_pipe(
     monkeypatch.setenv("FORCE_COLOR", "1")
     screen, words = Screen(), " ".join(["word"] * 60)
     with screen.waiting("waiting"), ConsoleProgress() as bars:
-        screen.say(words)
+        screen.print(words)
         bars.update("stage", 1, 2)
     said = capsys.readouterr()
     assert not screen.is_terminal and words in said.out, "neither drawn nor wrapped"

@@ -13,7 +13,7 @@ import pytest
 from langchain_card import CARDChatModel, Limits
 from langchain_card.errors import GenerationAbortedError
 from langchain_card.serve import Settings, create_app
-from langchain_card.serve.waiting import ClientLeft, Following
+from langchain_card.serve.waiting import ClientLeft, PendingAnswer
 from tests.support.played import make_pair
 from tests.support.processes import wait_until
 from tests.support.served import CHAT, LONG, NAME, ask, forever, num_open, posted, served
@@ -84,7 +84,7 @@ async def never() -> Any:
 async def test_whatever_ends_it_frees_the_items() -> None:
     freed: list[str] = []
     settings = Settings(keep_alive_seconds=0.05, max_wait_seconds=10)
-    whole = Following(items(0, 0.12, 0, freed=freed), never, settings, forever(), lambda: True, 10)
+    whole = PendingAnswer(items(0, 0.12, 0, freed=freed), never, settings, forever(), lambda: True, 10)
     assert [each async for each in whole] == [0, None, None, 0.12, 0] and freed == ["freed"]
     whole.close()
     for end in ("close", "leave"):
@@ -95,7 +95,7 @@ async def test_whatever_ends_it_frees_the_items() -> None:
             await left.wait()
             return {"type": "http.disconnect"}
 
-        following = Following(items(0, 30, freed=freed), receive, settings, forever(), lambda: True, 10)
+        following = PendingAnswer(items(0, 30, freed=freed), receive, settings, forever(), lambda: True, 10)
         assert await anext(following) == 0
         if end == "leave":
             left.set()
@@ -112,7 +112,7 @@ async def test_an_answer_that_is_cancelled_from_inside() -> None:
         yield 1
         raise asyncio.CancelledError
 
-    following = Following(cancelled(), never, Settings(), forever(), lambda: True, 10)
+    following = PendingAnswer(cancelled(), never, Settings(), forever(), lambda: True, 10)
     assert await anext(following) == 1
     with pytest.raises(GenerationAbortedError):
         await asyncio.wait_for(anext(following), 2)

@@ -1,8 +1,8 @@
 """LangServe's interface, for its client `RemoteRunnable` and its playgrounds; needs the extra `langserve`.
 
-The routes are our own, in LangServe's words: its own handlers answer every failure with a bare 500, do not notice that
-a client has left, and bound no batch. Of the package come the playgrounds and, for users, the client.
+The routes are implemented here: LangServe's own handlers answer every failure with a bare 500, ignore disconnected
+clients and do not limit batches. Only the playgrounds and, for users, the client come from LangServe.
 
-LangServe is deprecated by its makers since November 2024, and not open source: the LangServe License does not allow to
-offer it as a hosted or managed service. That is why it is an extra.
+LangServe has been deprecated since November 2024 and is not open source: the LangServe License forbids offering it as a
+hosted or managed service. It is therefore an extra.
 """

@@ -1,4 +1,4 @@
-"""What requests of LangServe's clients say. Of their configuration the four fields of `Configurable` count."""
+"""Schemas of LangServe's requests. Only the four fields of `Configurable` are read from their configuration."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from typing_extensions import Self
 
 from langchain_card.errors import InvalidInputError
 from langchain_card.serve.parsing import Number, Whole
-from langchain_card.serve.settings import MOST_MESSAGES
+from langchain_card.serve.settings import MAX_MESSAGES
 
-MOST_BATCHED = 16 * MOST_MESSAGES
+MAX_BATCH_MESSAGES = 16 * MAX_MESSAGES
 Names = Annotated[list[str], Field(max_length=256)]
 
 
-def _num_said(value: Any) -> int:
+def num_messages(value: Any) -> int:
+    """Return the number of messages in an input, before or after its validation."""
+    if isinstance(value, ChatPromptValueConcrete):
+        return len(value.messages)
     messages = value.get("messages") if isinstance(value, Mapping) else value
     return len(messages) if isinstance(messages, list) else 1
 
 
-def _read(value: Any, read: Callable[[Any], Any]) -> Any:
-    """LangChain's messages, whose validators trust what they are given, and take their time."""
-    if _num_said(value) > MOST_MESSAGES:
-        raise ValueError(f"must have {MOST_MESSAGES:,} messages at most")
+def _validate(value: Any, validator: Callable[[Any], Any]) -> Any:
+    """Validate an input within a limit: LangChain's validators are slow and fail on unexpected types."""
+    if num_messages(value) > MAX_MESSAGES:
+        raise ValueError(f"must have {MAX_MESSAGES:,} messages at most")
     try:
-        return read(value)
+        return validator(value)
     except ValidationError:
         raise
     except Exception as error:
@@ -56,52 +59,54 @@ Input = Annotated[
     | Annotated[StringPromptValue, Tag("text prompt")]
     | Annotated[ChatPromptValueConcrete, Tag("prompt")],
     Discriminator(_kind),
-    WrapValidator(_read),
+    WrapValidator(_validate),
 ]
-"""What a chat model may be asked."""
+"""Every form of input that a chat model accepts."""
 
 
-def _shown(schema: dict[str, Any]) -> None:
-    """The schema of a field that may be left out, without its null: LangServe's page does not show that."""
+def _without_null(schema: dict[str, Any]) -> None:
+    """Remove null and the default from the schema of an optional field: LangServe's page cannot show them."""
     del schema["default"]
     schema.update(schema.pop("anyOf")[0])
 
 
 class Configurable(BaseModel):
-    """How an answer is decoded; what is left out or null is as the served model has it."""
+    """Sampling parameters of a request; an omitted or null field takes the served model's value."""
 
     stop: list[str] | str | None = Field(
-        default=None, description="Texts that end the answer, and are no part of it.", json_schema_extra=_shown
+        default=None, description="Texts that end the answer; they are not part of it.", json_schema_extra=_without_null
     )
     seed: Whole | None = Field(
-        default=None, description="Of the draw: with the same one comes the same answer.", json_schema_extra=_shown
+        default=None,
+        description="Seed of the draw: the same seed gives the same answer.",
+        json_schema_extra=_without_null,
     )
     temperature: Number | None = Field(
         default=None,
         description="0 takes the likeliest token; above, up to 10, tokens are drawn.",
-        json_schema_extra=_shown,
+        json_schema_extra=_without_null,
     )
     max_tokens: Whole | None = Field(
-        default=None, description="Tokens of the answer at most.", json_schema_extra=_shown
+        default=None, description="Tokens of the answer at most.", json_schema_extra=_without_null
     )
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of a call of the chat model."""
-        given = self.model_dump(exclude_none=True)
+        """Return the options of a call of the chat model."""
+        options = self.model_dump(exclude_none=True)
         if isinstance(self.stop, str):
-            given["stop"] = [self.stop]
-        return given
+            options["stop"] = [self.stop]
+        return options
 
 
 class Config(BaseModel):
-    """Of LangChain's `RunnableConfig` what counts here; clients send all of theirs."""
+    """The part of LangChain's `RunnableConfig` that is read; clients send all of it."""
 
     configurable: Configurable = Configurable()
 
 
-class Asked(BaseModel):
-    """What all requests have."""
+class BaseRequest(BaseModel):
+    """Fields that all requests share."""
 
     kwargs: dict[str, Any] | None = None
 
@@ -113,7 +118,7 @@ class Asked(BaseModel):
         return self
 
 
-class InvokeRequest(Asked):
+class InvokeRequest(BaseRequest):
     """The body of `/invoke` and `/stream`."""
 
     input: Input
@@ -121,7 +126,7 @@ class InvokeRequest(Asked):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of a call of the chat model."""
+        """Return the options of a call of the chat model."""
         return self.config.configurable.options
 
 
@@ -137,29 +142,29 @@ class LogRequest(InvokeRequest):
 
     @property
     def filters(self) -> dict[str, Sequence[str] | None]:
-        """Which events are asked for, in LangChain's words."""
+        """Return LangChain's arguments that select events."""
         return {name: getattr(self, name) for name in LogRequest.model_fields if "clude_" in name}
 
 
 def _check_sum(inputs: Any) -> Any:
-    """Messages of all inputs; to find out what each of a million is takes seconds."""
-    if isinstance(inputs, list) and sum(map(_num_said, inputs)) > MOST_BATCHED:
-        raise ValueError(f"must have {MOST_BATCHED:,} messages at most, all inputs together")
+    """Limit the messages of all inputs together: validating a million takes seconds."""
+    if isinstance(inputs, list) and sum(map(num_messages, inputs)) > MAX_BATCH_MESSAGES:
+        raise ValueError(f"must have {MAX_BATCH_MESSAGES:,} messages at most, all inputs together")
     return inputs
 
 
-class BatchRequest(Asked):
+class BatchRequest(BaseRequest):
     """The body of `/batch`."""
 
-    inputs: Annotated[list[Input], Field(max_length=MOST_MESSAGES), BeforeValidator(_check_sum)]
+    inputs: Annotated[list[Input], Field(max_length=MAX_MESSAGES), BeforeValidator(_check_sum)]
     config: Config | list[Config] = Config()
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """Those of the call for each input.
+        """Return the options of the call for each input.
 
         Raises:
-            InvalidInputError: there are not as many configurations as inputs.
+            InvalidInputError: the number of configurations differs from the number of inputs.
         """
         count = len(self.inputs)
         if not isinstance(self.config, list):
@@ -168,10 +173,3 @@ class BatchRequest(Asked):
             limit = f"must be one for all inputs, or one for each of the {count:,}"
             raise InvalidInputError("config", f"a list of {len(self.config):,}", limit)
         return [config.configurable.options for config in self.config]
-
-
-def num_messages(asked: Any) -> int:
-    """Of an input."""
-    if isinstance(asked, ChatPromptValueConcrete):
-        return len(asked.messages)
-    return len(asked) if isinstance(asked, list) else 1

@@ -1,4 +1,4 @@
-"""`/card/invoke`, `/batch`, `/stream`, `/stream_log`, `/stream_events`: the chat model itself, in LangServe's words."""
+"""`/card/invoke`, `/batch`, `/stream`, `/stream_log`, `/stream_events`: the chat model behind LangServe's interface."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pydantic_core import to_jsonable_python
 from langchain_card.chat.answer import AnswerConsumer
 from langchain_card.errors import InvalidInputError
 from langchain_card.serve.error_bodies import Problem
-from langchain_card.serve.events import Wire
+from langchain_card.serve.events import EventFormat
 from langchain_card.serve.langserve.playground import CHAT, ROOT, playground_routes
 from langchain_card.serve.langserve.requests import BatchRequest, InvokeRequest, LogRequest, num_messages
 from langchain_card.serve.parsing import StrictRoute
 from langchain_card.serve.service import Exchange, Service, once
 
 
-def remote_routes(service: Service) -> APIRouter:
-    """The routes, for one application."""
-    warnings.filterwarnings("ignore", "astream_log is deprecated", DeprecationWarning)  # it would be said each time
+def langserve_routes(service: Service) -> APIRouter:
+    """Create the routes for one application."""
+    warnings.filterwarnings("ignore", "astream_log is deprecated", DeprecationWarning)  # else once for each request
     router = APIRouter(route_class=StrictRoute, include_in_schema=False)
     model = service.model
 
@@ -34,40 +34,40 @@ def remote_routes(service: Service) -> APIRouter:
         reader, run_id = service.reader(request, consumer := AnswerConsumer()), uuid4()
         items = once(lambda: reader.ainvoke(body.input, {"run_id": run_id}, **body.options))
         answer = await Exchange(service, request, items, consumer, "input").whole()
-        return JSONResponse({"output": _plain(answer), "metadata": _about(run_id)})
+        return JSONResponse({"output": _plain(answer), "metadata": _metadata(run_id)})
 
     async def batch(body: BatchRequest, request: Request) -> Response:
         _check_batch(service, body)
         options, run_ids = body.options, [uuid4() for _ in body.inputs]
         reader = service.reader(request, consumer := AnswerConsumer())
-        configs = [{"config": {"run_id": run_id}, **each} for run_id, each in zip(run_ids, options, strict=True)]
+        configs = [{"config": {"run_id": run_id}, **call} for run_id, call in zip(run_ids, options, strict=True)]
         items = once(lambda: reader.abatch_with(body.inputs, configs))
         answers = await Exchange(service, request, items, consumer, "inputs").whole()
-        about = {"run_ids": [str(run_id) for run_id in run_ids], "responses": [*map(_about, run_ids)]}
-        return JSONResponse({"output": _plain(answers), "metadata": about})
+        metadata = {"run_ids": [str(run_id) for run_id in run_ids], "responses": [*map(_metadata, run_ids)]}
+        return JSONResponse({"output": _plain(answers), "metadata": metadata})
 
     async def stream(body: InvokeRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
         reader, run_id = service.reader(request, consumer := AnswerConsumer()), uuid4()
         chunks = reader.astream(body.input, {"run_id": run_id}, **body.options)
-        items = _named(chunks, ("metadata", {"run_id": str(run_id)}))
-        return await Exchange(service, request, items, consumer, "input").stream(list, WIRE)
+        items = _named_events(chunks, ("metadata", {"run_id": str(run_id)}))
+        return await Exchange(service, request, items, consumer, "input").stream(list, FORMAT)
 
     async def stream_log(body: LogRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
         reader = service.reader(request, consumer := AnswerConsumer())
         options: dict[str, Any] = {**body.filters, **body.options}
         patches = reader.astream_log(body.input, diff=True, **options)
-        items = _named(patches, hold=1)
-        return await Exchange(service, request, items, consumer, "input").stream(list, WIRE)
+        items = _named_events(patches, hold=1)
+        return await Exchange(service, request, items, consumer, "input").stream(list, FORMAT)
 
     async def stream_events(body: LogRequest, request: Request) -> Response:
         service.check_messages(num_messages(body.input))
         reader = service.reader(request, consumer := AnswerConsumer())
         options: dict[str, Any] = {**body.filters, **body.options}
         events = reader.astream_events(body.input, version="v2", **options)
-        items = _named(events, hold=1)
-        return await Exchange(service, request, items, consumer, "input").stream(list, WIRE)
+        items = _named_events(events, hold=1)
+        return await Exchange(service, request, items, consumer, "input").stream(list, FORMAT)
 
     for prefix in (ROOT, CHAT):
         for endpoint in (invoke, batch, stream, stream_log, stream_events):
@@ -77,55 +77,56 @@ def remote_routes(service: Service) -> APIRouter:
 
 
 def _plain(value: Any) -> Any:
-    """Messages, and what holds them, in types of JSON; patches of a log are all that pydantic does not know."""
+    """Convert messages and what holds them to JSON types; pydantic knows all types but a log's patches."""
     return to_jsonable_python(value, inf_nan_mode="null", fallback=lambda patch: {"ops": patch.ops})
 
 
 def _event(name: str, data: Any) -> bytes:
-    """One event; all of its characters are ASCII, because LangServe's client takes U+2028 for the end of a line."""
+    """Encode one event in ASCII, because LangServe's client takes U+2028 for the end of a line."""
     return f"event: {name}\ndata: {json.dumps(_plain(data), separators=(',', ':'))}\n\n".encode()
 
 
-def _failed(problem: Problem) -> bytes:
+def _error_event(problem: Problem) -> bytes:
     return _event("error", {"status_code": problem.status, **problem.body["error"]})
 
 
-WIRE = Wire(lambda piece: _event(*piece), b"event: end\n\n", _failed)
+FORMAT = EventFormat(lambda piece: _event(*piece), b"event: end\n\n", _error_event)
 
 
-async def _named(
+async def _named_events(
     items: AsyncIterator[Any], *before: tuple[str, Any], hold: int = 0
 ) -> AsyncGenerator[list[tuple[str, Any]], None]:
-    """Events of a stream: those of `before` and the first items, then one after the other.
+    """Yield the events of a stream: `before` with the first items, then each item as it comes.
 
-    What a log says first, that a run starts, is said before the engine was asked for anything. Held back, it does not
-    hide that the request cannot be answered: until the first event is sent an error has a status of its own.
+    The first item of a log, the start of the run, comes before the engine has seen the request. It is held back because
+    an error has an HTTP status of its own only until the first event is sent.
 
     Args:
         items: the stream.
         before: events that come first.
-        hold: items that are held back until the next one comes.
+        hold: number of items that wait for the next item.
     """
     ready = [*before]
-    least = len(before) + hold
-    async with aclosing(cast("AsyncGenerator[Any, None]", items)) as each:
-        async for item in each:
+    num_waiting = len(before) + hold
+    async with aclosing(cast("AsyncGenerator[Any, None]", items)) as stream:
+        async for item in stream:
             ready.append(("data", item))
-            if len(ready) > least:
+            if len(ready) > num_waiting:
                 yield ready
-                ready, least = [], 0
+                ready, num_waiting = [], 0
     yield ready
 
 
-def _about(run_id: UUID) -> dict[str, Any]:
+def _metadata(run_id: UUID) -> dict[str, Any]:
     return {"run_id": str(run_id), "feedback_tokens": []}
 
 
 def _check_batch(service: Service, body: BatchRequest) -> None:
     limits, count = service.model.engine.config.limits, len(body.inputs)
-    most = limits.max_queue + limits.num_seqs
-    if count > most:
-        limit = f"must be {most:,} at most: {limits.num_seqs:,} at once, and max_queue = {limits.max_queue:,} that wait"
+    max_inputs = limits.max_queue + limits.num_seqs
+    if count > max_inputs:
+        parts = f"{limits.num_seqs:,} at once, and max_queue = {limits.max_queue:,} that wait"
+        limit = f"must be {max_inputs:,} at most: {parts}"
         raise InvalidInputError("inputs", f"{count:,} inputs", limit, "send several batches")
-    for each in body.inputs:
-        service.check_messages(num_messages(each))
+    for value in body.inputs:
+        service.check_messages(num_messages(value))

@@ -1,1 +1,1 @@
-"""Routes as OpenAI's clients know them, under `/v1`."""
+"""OpenAI's interface: the routes under `/v1`."""

@@ -1,4 +1,4 @@
-"""`/v1/completions`: a prompt is continued as it is, by the engine, without a chat template."""
+"""`/v1/completions`: the engine continues a prompt without a chat template."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.generation import Generation
 from langchain_card.models.tokenizer import token_bytes
 from langchain_card.serve.openai.objects import head, progress, usage
-from langchain_card.serve.openai.requests import STREAMED
-from langchain_card.serve.openai.schemas import CompletionRequest
+from langchain_card.serve.openai.schemas import STREAMED, CompletionRequest
 from langchain_card.serve.parsing import StrictRoute
 from langchain_card.serve.service import Exchange, Service
 from langchain_card.text.detokenizer import Piece
@@ -25,7 +24,7 @@ from langchain_card.text.prompt import check_length
 
 
 def completion_routes(service: Service) -> APIRouter:
-    """The route, for one application."""
+    """Create the route for one application."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
@@ -40,12 +39,12 @@ def completion_routes(service: Service) -> APIRouter:
 
 
 class Continuation:
-    """The text behind one prompt, in OpenAI's objects.
+    """The continuation of one prompt, as OpenAI's objects.
 
     Args:
-        model: which answers.
-        body: what was asked.
-        consumer: of the text; it is told when the engine takes the request.
+        model: the model that answers.
+        body: the request.
+        consumer: receives the generation once the engine has accepted the request.
     """
 
     def __init__(self, model: CARDChatModel, body: CompletionRequest, consumer: AnswerConsumer) -> None:
@@ -54,7 +53,7 @@ class Continuation:
         self._length = 0  # characters of the text so far
 
     async def whole(self) -> AsyncGenerator[dict[str, Any], None]:
-        """One object."""
+        """Yield the whole text as one object."""
         generation = await self._submit()
         with consuming_in_task(generation, self._model.timeout):
             completion = await generation.aresult()
@@ -67,7 +66,7 @@ class Continuation:
             }
 
     async def stream(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The objects of a stream: one for each token that tells something, then the end."""
+        """Yield the objects of a stream: one for each token that has something to report, then the end."""
         generation, body = await self._submit(), self._body
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         start = {**self._head, "usage": None} if include_usage else self._head
@@ -88,7 +87,7 @@ class Continuation:
 
     async def _submit(self) -> Generation:
         prompt_ids, params = await asyncio.to_thread(self._prepare)
-        generation = self._model.engine.submit(prompt_ids, params)  # on the loop: it may be cancelled until then
+        generation = self._model.engine.submit(prompt_ids, params)  # not in the thread: it may be cancelled until here
         self._consumer.reads(generation)
         return generation
 
@@ -106,18 +105,18 @@ class Continuation:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """Of tokens, in the shape of OpenAI's older interface; offsets are characters of the text."""
+        """Return log-probabilities in the form of OpenAI's older interface; offsets count characters of the text."""
         if self._body.logprobs is None:
             return None
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             if piece.logprob is not None:
-                found["tokens"].append(self._token(piece.token_id))
-                found["token_logprobs"].append(piece.logprob.logprob)
-                found["top_logprobs"].append({self._token(token): of for token, of in piece.logprob.top})
-                found["text_offset"].append(self._length)
+                columns["tokens"].append(self._token(piece.token_id))
+                columns["token_logprobs"].append(piece.logprob.logprob)
+                columns["top_logprobs"].append({self._token(token): logprob for token, logprob in piece.logprob.top})
+                columns["text_offset"].append(self._length)
             self._length += len(piece.text)
-        return found
+        return columns
 
     def _token(self, token_id: int) -> str:
         return token_bytes(self._model.engine.tokenizer, token_id).decode(errors="replace")

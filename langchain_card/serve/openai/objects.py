@@ -1,4 +1,4 @@
-"""Answers as OpenAI's objects: `chat.completion`, its chunks, and their parts."""
+"""Responses as OpenAI's objects: `chat.completion`, its chunks, and their parts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from langchain_card.text.detokenizer import Piece
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """What all objects of an answer begin with.
+    """Return the fields that all objects of an answer begin with.
 
     Args:
-        kind: of object.
-        prefix: of its id.
-        model: as it is shown.
+        kind: the field `object`.
+        prefix: prefix of the id.
+        model: name of the model as the client knows it.
     """
     ids = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
     return {**ids, "system_fingerprint": f"langchain-card-{__version__}"}
 
 
 def usage(counts: UsageMetadata | None) -> dict[str, Any] | None:
-    """Token counts of an answer."""
+    """Return the token counts of an answer as OpenAI's `usage`."""
     if counts is None:
         return None
     return {
@@ -46,7 +46,7 @@ def usage(counts: UsageMetadata | None) -> dict[str, Any] | None:
 
 
 def chat_completion(answer: AIMessage, model: str) -> dict[str, Any]:
-    """A whole answer. A call that a stop string cut off is not among its calls."""
+    """Return a complete answer as an object, without a tool call that a stop string has cut off."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     message |= _thought(answer)
     if answer.tool_calls:
@@ -64,12 +64,12 @@ def chat_completion(answer: AIMessage, model: str) -> dict[str, Any]:
 
 
 class ChatChunks:
-    """Turns the chunks of an answer into the objects of a stream.
+    """A converter from the chunks of an answer to the objects of a stream.
 
     Args:
-        model: as it is shown.
-        include_usage: whether an object at the end tells token counts.
-        consumer: of the answer, where each object shall tell of its tokens, too.
+        model: name of the model as the client knows it.
+        include_usage: add an object with token counts at the end.
+        consumer: consumer of the answer, if each object shall describe its tokens.
     """
 
     def __init__(self, model: str, include_usage: bool, consumer: AnswerConsumer | None = None) -> None:
@@ -80,7 +80,7 @@ class ChatChunks:
         self._num_pieces = 0
 
     def __call__(self, chunk: AIMessageChunk) -> Iterator[dict[str, Any]]:
-        """The objects that a chunk becomes; none where it tells nothing."""
+        """Yield the objects of a chunk; none if it adds nothing."""
         if not self._begun:
             self._begun = True
             yield self._object({"role": "assistant", "content": ""}, None, self._card(0))
@@ -96,10 +96,10 @@ class ChatChunks:
                 yield {**self._head, "choices": [], "usage": usage(chunk.usage_metadata)}
 
     def _object(
-        self, delta: Any, logprobs: Any = None, beside: Mapping[str, Any] | None = None, reason: str | None = None
+        self, delta: Any, logprobs: Any = None, extra: Mapping[str, Any] | None = None, reason: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return {**self._head, "choices": [choice], **(beside or {})}
+        return {**self._head, "choices": [choice], **(extra or {})}
 
     def _delta(self, chunk: AIMessageChunk) -> dict[str, Any]:
         calls: list[dict[str, Any]] = []
@@ -109,20 +109,20 @@ class ChatChunks:
         return {**_thought(chunk), **text, **({"tool_calls": calls} if calls else {})}
 
     def _add(self, part: ToolCallChunk, calls: list[dict[str, Any]]) -> None:
-        """Adds a piece of a call, under its number among the calls; LangChain numbers all blocks."""
-        index, written = int(part["index"] or 0), part["args"] or ""
+        """Add a piece of a tool call under its number among the calls; LangChain numbers all blocks."""
+        index, arguments = int(part["index"] or 0), part["args"] or ""
         if index not in self._calls:
             self._calls.append(index)
         number = self._calls.index(index)
         if part["name"]:
-            calls.append({"index": number, **_call(part["id"], part["name"], written)})
+            calls.append({"index": number, **_call(part["id"], part["name"], arguments)})
         elif calls and calls[-1]["index"] == number:
-            calls[-1]["function"]["arguments"] += written
+            calls[-1]["function"]["arguments"] += arguments
         else:
-            calls.append({"index": number, "function": {"arguments": written}})
+            calls.append({"index": number, "function": {"arguments": arguments}})
 
     def _card(self, num_pieces: int) -> dict[str, Any]:
-        """What tells of so many pieces more: each chunk but the last is that of one."""
+        """Describe the next `num_pieces` pieces: every chunk holds one, the last chunk none."""
         if self._consumer is None or not self._consumer.generations:
             return {}
         (generation,) = self._consumer.generations
@@ -134,11 +134,11 @@ class ChatChunks:
 
 
 def progress(pieces: Sequence[Piece], stats: RequestStats) -> dict[str, Any]:
-    """What a stream tells of its tokens: who proposed them, and counts and seconds since the first token.
+    """Describe tokens of a stream: the source of each, and counts and seconds since the first token.
 
     Args:
         pieces: the tokens.
-        stats: of the answer, which may go on.
+        stats: statistics of the answer so far.
     """
     tokens = [{"text": piece.text, "source": piece.source} for piece in pieces]
     counts = {

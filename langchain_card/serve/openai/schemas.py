@@ -1,6 +1,6 @@
-"""What requests say. Fields that nobody knows are ignored; known ones that cannot be done are refused by name.
+"""Schemas of OpenAI's requests. Unknown fields are ignored; known fields that are not supported are refused by name.
 
-Numbers that say how an answer is decoded have their bounds in `SamplingParams.check`.
+The bounds of sampling parameters are checked by `SamplingParams.check`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,32 @@ from typing_extensions import Self
 
 from langchain_card.config import Schedule
 from langchain_card.errors import InvalidInputError
+from langchain_card.serve.error_bodies import ErrorBody
 from langchain_card.serve.parsing import Number, Whole
-from langchain_card.serve.settings import MOST_MESSAGES
+from langchain_card.serve.settings import MAX_MESSAGES
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Object = dict[str, Any]
 
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request cannot be answered as it is."},
+    401: {"model": ErrorBody, "description": "No key of this server."},
+    403: {"model": ErrorBody, "description": "`Host` names another server."},
+    404: {"model": ErrorBody, "description": "No such model is served."},
+    408: {"model": ErrorBody, "description": "The body came too slowly."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    422: {"model": ErrorBody, "description": "Never sent: what does not fit is a 400."},
+    429: {"model": ErrorBody, "description": "Too many requests wait; `Retry-After` tells when to come again."},
+    500: {"model": ErrorBody, "description": "The server failed."},
+    503: {"model": ErrorBody, "description": "The server is closing, or cannot answer in time."},
+    504: {"model": ErrorBody, "description": "The answer took longer than it was allowed to."},
+}
+"""Error responses of all routes, for the OpenAPI document."""
+STREAMED: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {"description": "The answer; with `stream`, its pieces.", "content": {"text/event-stream": {}}},
+}
+"""Responses of routes that can stream, for the OpenAPI document."""
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
     "functions": ([],),
@@ -28,7 +48,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_k": (-1,),
 }
-"""By field: what clients send who mean that they say nothing."""
+"""Values, by field, that clients send in place of leaving the field out."""
 _TEXT_ONLY = "the model reads and writes text only"
 _NO_FUNCTIONS = "use tools and tool_choice"
 
@@ -46,14 +66,14 @@ class Part(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """The function of a call: its name, and its arguments as JSON."""
+    """The function of a call: its name and its arguments as JSON text."""
 
     name: Name
     arguments: str
 
 
 class Call(BaseModel):
-    """A call in a message of the assistant."""
+    """A tool call in a message of the assistant."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -72,13 +92,13 @@ class Message(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides the answer."""
+    """Options of a stream."""
 
     include_usage: StrictBool = False
 
 
 class Decoding(BaseModel):
-    """How an answer is decoded; what is left out is as the served model has it."""
+    """Fields that both endpoints share; an omitted field takes the served model's value."""
 
     model: Name
     stream: StrictBool | None = None
@@ -96,14 +116,16 @@ class Decoding(BaseModel):
     seed: Whole | None = None
     stop: str | list[str] | None = None
     schedule: Schedule | None = None
-    card: StrictBool = Field(default=False, description="each event tells of its tokens who proposed them")
+    card: StrictBool = Field(
+        default=False, description="add to each event the drafter that proposed each of its tokens"
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out(cls, said: Any) -> Any:
-        if not isinstance(said, dict):
-            return said
-        return {name: value for name, value in said.items() if not _is_absent(name, value)}
+    def _drop_absent(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if not _is_absent(name, value)}
 
     @model_validator(mode="after")
     def _check_number(self) -> Self:
@@ -115,7 +137,7 @@ class Decoding(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of a call of the chat model."""
+        """Return the options of a call of the chat model."""
         return self._given(*(name for name in Decoding.model_fields if name not in _NO_OPTIONS))
 
     def _given(self, *names: str) -> dict[str, Any]:
@@ -133,7 +155,7 @@ _NO_OPTIONS = ("model", "stream", "stream_options", "n", "card", "stop")
 class ChatRequest(Decoding):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Whole | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Whole | None = None
@@ -157,7 +179,7 @@ class ChatRequest(Decoding):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of a call of the chat model."""
+        """Return the options of a call of the chat model."""
         names = ("max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "parallel_tool_calls")
         given = self._given(*names, "tools", "response_format")
         if not self.logprobs and not self.top_logprobs:
@@ -186,7 +208,7 @@ class CompletionRequest(Decoding):
 
     @property
     def one_prompt(self) -> str | list[int]:
-        """The prompt, out of its list."""
+        """Return the prompt, unpacked if it is a list of one."""
         if isinstance(self.prompt, list) and len(self.prompt) == 1 and isinstance(self.prompt[0], (str, list)):
             return self.prompt[0]
         return self.prompt

@@ -1,4 +1,4 @@
-"""The page at `/`: a chat that shows how its answers are written. Plain files, which hold no secrets."""
+"""The page at `/`: a chat that shows how answers are decoded. It consists of static files without secrets."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _HEADERS = {
 }
 
 PAGE_PATHS = tuple(_FILES)
-"""All that is served; no other file can be named."""
+"""Every path of the page; no other file is reachable."""
 
 
 def page_routes() -> APIRouter:
-    """The routes; the files are read once, here."""
+    """Create the routes. Files are read once, here."""
     router = APIRouter(include_in_schema=False)
     for path, name in _FILES.items():
         kind = _KINDS[name.rpartition(".")[2]]
-        router.add_api_route(path, _sending(files(__package__).joinpath(name).read_bytes(), kind))
+        router.add_api_route(path, _file_endpoint(files(__package__).joinpath(name).read_bytes(), kind))
     return router
 
 
-def _sending(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
-    async def send() -> Response:
+def _file_endpoint(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
+    async def endpoint() -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)
 
-    return send
+    return endpoint

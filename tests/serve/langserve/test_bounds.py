@@ -18,7 +18,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import EngineError
 from langchain_card.serve import Settings
-from langchain_card.serve.waiting import Following
+from langchain_card.serve.waiting import PendingAnswer
 from tests.support.langserve_routes import PREFIXES, ROUTES, STREAMS, body, contents, last_event
 from tests.support.played import make_pair
 from tests.support.processes import wait_until
@@ -149,10 +149,10 @@ async def test_an_answer_that_fails_as_it_is_given_up() -> None:
         finally:
             raise RuntimeError
 
-    following = Following(items(), asyncio.Event().wait, Settings(), forever(), lambda: True, 10)
+    following = PendingAnswer(items(), asyncio.Event().wait, Settings(), forever(), lambda: True, 10)
     await begun.wait()
     following.close()
-    await asyncio.wait_for(asyncio.gather(following._answer, return_exceptions=True), 5)
+    await asyncio.wait_for(asyncio.gather(following._task, return_exceptions=True), 5)
 
 
 @pytest.mark.parametrize("route", STREAMS)
