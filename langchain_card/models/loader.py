@@ -24,6 +24,7 @@ from langchain_card.models.headers import DEFAULT_MAX_LEN
 from langchain_card.models.placement import capacity, place
 from langchain_card.models.quantization import find_quantizer
 from langchain_card.models.registry import Registry
+from langchain_card.models.safety import weight_files
 from langchain_card.models.store import ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
@@ -285,5 +286,5 @@ def _load_int8(spec: ModelSpec, *, fused: bool) -> Any:
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
     with empty:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
-    read_int8(model, spec.folder / "model.safetensors", spec.dtype, fused=fused)
+    read_int8(model, weight_files(spec.folder), spec.dtype, fused=fused)
     return model
