@@ -1,4 +1,4 @@
-"""Weights -> the form the engine runs, tensor by tensor.
+"""Convert weights to a form that the engine runs, tensor by tensor.
 
 "float": float16 matrices, float32 vectors, under transformers' names. "int8": each linear layer's `X.weight` becomes
 `X.weight_int8` (int8, [out, in], rotated as in `int8.rotate`) and `X.weight_scale` (float32, [out]); tied heads are
@@ -26,17 +26,17 @@ from langchain_card.runtime.threads import single_threaded
 Form = Literal["float", "int8"]
 METADATA: dict[Form, str] = {"float": "pt", "int8": INT8_FORMAT}
 SHARD_BYTES = 1 << 30
-"""Bytes of a weight file, about: a conversion holds as many in memory."""
+"""Approximate bytes of a shard, which a conversion holds in memory until it is written."""
 
 _BLOCK = 1 << 26  # elements quantized at a time; bounds the float32 temporaries
 
 
 class Layout:
-    """Which tensors a model has and how each is stored.
+    """The tensors of a model, and how each is stored.
 
     Args:
-        config: a transformers config; the model is built on the meta device, so this costs no memory.
-        form: how weights are stored.
+        config: a transformers config. The model is built on the meta device, which takes no memory.
+        form: the form of the stored weights.
 
     Raises:
         ModelStoreError: not a causal language model, or its weights are quantized already.
@@ -64,7 +64,7 @@ class Layout:
         self.tied_head = head if getattr(config, "tie_word_embeddings", False) else ""
 
     def stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors to write for one full-precision tensor of the model."""
+        """Yield the names and tensors to write for one full-precision tensor of the model."""
         if self.form == "int8" and name in self.linear:
             yield from _quantized(name, tensor)
             return
@@ -73,7 +73,7 @@ class Layout:
             yield from _quantized(self.tied_head, tensor)
 
     def planned_bytes(self) -> int:
-        """Bytes of the stored weights, a little over the truth."""
+        """Return an upper estimate of the bytes of the stored weights."""
         total = 0
         for name, shape in self.shapes.items():
             if self.form == "int8" and name in self.linear:
@@ -96,7 +96,7 @@ def _half(tensor: Tensor) -> Tensor:
 
 
 def folder_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything in safetensors files, one at a time."""
+    """Yield names and tensors of safetensors files, one at a time."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
