@@ -124,9 +124,8 @@ class ModelNeeds:
     def kv(self, positions: int) -> int:
         """Return the bytes of KV of one sequence with this many positions, prompt and answer together."""
         slots = min(positions, int(self._config.max_position_embeddings)) + self.scratch
-        return (
-            kv_shape(self._config).numbers * slots * max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
-        )
+        itemsize = max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
+        return kv_shape(self._config).numbers * slots * itemsize
 
     def working(self, positions: int) -> int:
         """Return the bytes that a step takes beside weights and KV: a prompt chunk, scores of unverified rows."""

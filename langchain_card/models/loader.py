@@ -136,10 +136,8 @@ def _drafts(
 ) -> list[tuple[ModelSpec, VocabularyMap | None]]:
     """Return the draft model and the models of the stack below it, each with its vocabulary map."""
     drafts = list[tuple[ModelSpec, VocabularyMap | None]]()
-    for field, name in (
-        ("draft_model", config.draft_model or ""),
-        *(("stack", level.spec) for level in config.levels if level.is_model),
-    ):
+    levels = [("stack", level.spec) for level in config.levels if level.is_model]
+    for field, name in [("draft_model", config.draft_model or ""), *levels]:
         spec = _spec(config, field, name, [device], progress)
         if spec != target:
             spec = replace(spec, draft=draft_form.changes(_text_config(spec), spec.form))
@@ -164,10 +162,8 @@ def _spec(
         dtype = _DTYPES[config.dtype]
     form: Literal["float", "int8"] = "int8" if quantization == "int8" else "float"
     passed = quantization if quantization != form else None
-    folder, compiled = (
-        ModelStore().prepare(name, form, progress),
-        config.execution == "compiled" and device.type == "cuda",
-    )
+    folder = ModelStore().prepare(name, form, progress)
+    compiled = config.execution == "compiled" and device.type == "cuda"
     spec = ModelSpec(name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled)
     check_family(name, spec.folder, field)
     if form == "float":

@@ -54,9 +54,8 @@ class VocabularyMap:
         unknown = (draft.unk_token_id, draft.eos_token_id, 0)
         self._unknown: int = next(token for token in unknown if token is not None)
         self._bytes = [theirs.get(bytes([byte]), self._unknown) for byte in range(256)]
-        self._read: dict[int, tuple[int, ...]] = {
-            token: (other,) for token, other in shared.items()
-        }  # grows with each token that is not shared
+        # Grows with each token that is not shared.
+        self._read: dict[int, tuple[int, ...]] = {token: (other,) for token, other in shared.items()}
         self._shared = frozenset(shared)
         self._columns = torch.full((sizes[0],), sizes[1])
         self._columns[list(shared)] = torch.tensor(list(shared.values()), dtype=torch.long)

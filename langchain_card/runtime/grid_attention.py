@@ -183,12 +183,8 @@ def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, options: Attention
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
         scores = scores.view(seqs, kv_heads, group, width, -1) + mask[:, :, None]
-        out = torch.matmul(
-            scores.softmax(dim=-1, dtype=torch.float32 if options.softcap else _accurate(q.dtype))
-            .to(q.dtype)
-            .flatten(2, 3),
-            value,
-        )
+        chances = scores.softmax(dim=-1, dtype=torch.float32 if options.softcap else _accurate(q.dtype))
+        out = torch.matmul(chances.to(q.dtype).flatten(2, 3), value)
     return out.view(seqs, kv_heads, group, width, head_dim).permute(0, 3, 1, 2, 4).reshape(
         1, seqs * width, kv_heads * group, head_dim
     )  # fmt: skip

@@ -103,10 +103,8 @@ class GridSteps:
                     self._forward(grid.inputs, bucket, None)
                 device = self._pool.layers[0].device
                 torch.cuda.synchronize(device)
-                graph, stream = (
-                    torch.cuda.CUDAGraph(),
-                    torch.cuda.current_stream(device),
-                )  # not the default one
+                # The stream is passed because torch's default may belong to another device.
+                graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
                 with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
                     grid.logits = self._forward(grid.inputs, bucket, None)
                 grid.graph, self._memory = graph, graph.pool()
