@@ -149,6 +149,7 @@ def test_shards_hold_what_one_file_holds(llama_folder: Path, tmp_path: Path, mon
     assert all(torch.equal(tensor, tensors(whole)[name]) for name, tensor in tensors(shards).items())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(matmul_kernel.instructions() is None, reason="the kernel needs AVX2")
 def test_model_from_shards_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_file = resolve(EngineConfig(model="smollm2-135m", draft_model=None)).target
