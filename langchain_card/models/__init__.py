@@ -1,1 +1,1 @@
-"""From a model's name to a loaded model."""
+"""Find, download, check, convert and load models and their tokenizers."""

@@ -1,7 +1,7 @@
-"""Does it all fit? Memory is added up, and compared with what is free, before any weights are read.
+"""Memory budget: add up what an engine needs and compare it with what is free, before any weights are read.
 
-A device holds the weights of its models, KV for every sequence at its full length, and working memory. KV counts
-whole, though on a CPU its pages are taken as they are written to: the middle of an answer is a bad moment to find out.
+A device holds the weights of its models, KV for every sequence at its full length, and working memory. KV counts at
+full length although a CPU takes its pages only when they are written: memory must not run out in mid-answer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from langchain_card.runtime.families import empty_model, kv_shape, read_config
 from langchain_card.runtime.runner import TEXT_CHUNK
 
 FIXED_RESERVE = 256 << 20
-"""Bytes of a device that are left to libraries, allocators and the rest of the process."""
+"""Bytes of a device that are reserved for libraries, allocators and the rest of the process."""
 
 MAX_SEQS = 16
-"""Sequences at once where nobody said how many: a pass of two CPU cores gains little from more (docs/LOG.md)."""
+"""Default upper bound of sequences at once, chosen for few CPU cores, where a pass gains little from more sequences."""
 
 _PACKED = 1.06
-"""Memory of an int8 matrix in its kernel's blocks, by its size on disk: 1.01 to 1.18 as measured, by shape."""
+"""Memory of a packed int8 matrix over its size on disk: 1.01 to 1.18 was measured, depending on the shape."""
 
 _SCORE_BYTES = 8  # the sampler works in float64
 _SCORE_COPIES = 4
@@ -38,14 +38,14 @@ _GIB = 1 << 30
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody holds, in bytes."""
+    """Return the free memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """What a model's weights take on their device, in bytes."""
+    """Return the bytes that a model's weights take on their device."""
     if spec.form == "int8":
         return _int8_bytes(spec)
     config = read_config(spec.folder)
@@ -64,20 +64,20 @@ def check_budget(
     draft_scratch: int,
     free: Callable[[torch.device], int] = free_bytes,
 ) -> int:
-    """Raises unless target, draft and the KV of all sequences fit. Weights that the process holds already cost nothing.
+    """Raise unless target, draft and the KV of all sequences fit. Weights that are loaded already cost nothing.
 
     Args:
-        pair: what is to be loaded.
-        num_seqs: sequences at once; None for as many, up to `MAX_SEQS`, as half of the free memory has room for.
+        pair: the models to load.
+        num_seqs: sequences at once; None for as many, up to `MAX_SEQS`, as fit in half of the free memory.
         target_scratch: unverified rows of a sequence on the target.
-        draft_scratch: likewise on the draft.
-        free: bytes of a device that may be taken.
+        draft_scratch: unverified rows of a sequence on the draft.
+        free: returns the free bytes of a device.
 
     Returns:
-        Sequences at once.
+        The number of sequences at once.
 
     Raises:
-        DeviceError: it does not fit; with what each part takes, and what would fit.
+        DeviceError: it does not fit; the message lists what each part takes, and what would fit.
     """
     parts = [ModelNeeds("target", pair.target, target_scratch)]
     if pair.draft is not None:
@@ -99,22 +99,22 @@ def check_budget(
 
 
 class ModelNeeds:
-    """What one model takes of its device, in bytes.
+    """The bytes that one model takes on its devices.
 
     Args:
         role: "target", "draft" or "stack 1 (its name)".
-        spec: of the model.
+        spec: the model.
         scratch: unverified rows of a sequence.
 
     Attributes:
-        weights: parameters; 0 when the process holds them already, or another level of the stack reads them. Buffers
-            are small.
-        shares: by device, the parts of weights and of KV that lie there.
+        weights: bytes of parameters; 0 if the process has loaded them already, or another level of the stack loads
+            them. Buffers are too small to count.
+        shares: by device, its shares of the weights and of the KV.
     """
 
     def __init__(self, role: str, spec: ModelSpec, scratch: int) -> None:
         self.role, self.spec, self.scratch = role, spec, scratch
-        forms = 1.5 if spec.draft and spec.form == "int8" else 1.0  # in 4 bits as well
+        forms = 1.5 if spec.draft and spec.form == "int8" else 1.0  # 4 bits, made from 8
         self.weights = 0 if is_loaded(spec) else int(forms * weight_bytes(spec))
         self._config = read_config(spec.folder).get_text_config()
         self.shares = {spec.device: (1.0, 1.0)}
@@ -122,14 +122,13 @@ class ModelNeeds:
             self.shares = shares(empty_model(read_config(spec.folder)), device_map(spec))
 
     def kv(self, positions: int) -> int:
-        """Keys and values of one sequence of so many positions, prompt and answer together."""
+        """Return the bytes of KV of one sequence with this many positions, prompt and answer together."""
         slots = min(positions, int(self._config.max_position_embeddings)) + self.scratch
-        return (
-            kv_shape(self._config).numbers * slots * max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
-        )
+        itemsize = max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
+        return kv_shape(self._config).numbers * slots * itemsize
 
     def working(self, positions: int) -> int:
-        """What a step takes beside weights and KV: a chunk of a prompt, and the scores of all unverified rows."""
+        """Return the bytes that a step takes beside weights and KV: a prompt chunk, scores of unverified rows."""
         config, scores = self._config, _SCORE_BYTES * _SCORE_COPIES
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         row: int = 4 * config.hidden_size + 3 * wide + config.num_attention_heads * positions
@@ -139,18 +138,18 @@ class ModelNeeds:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What one device must hold, and has free."""
+    """The models that one device holds, and its free memory."""
 
     device: torch.device
     free: int
     parts: list[ModelNeeds]
 
     def shares(self, num_seqs: int, positions: int) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Return the bytes by their purpose."""
         of = {part: part.shares[self.device] for part in self.parts}
-        found = {f"{part.role} weights": round(part.weights * of[part][0]) for part in self.parts}
-        found |= {f"{part.role} KV": round(num_seqs * part.kv(positions) * of[part][1]) for part in self.parts}
-        return found | {"working memory": FIXED_RESERVE + sum(part.working(positions) for part in self.parts)}
+        sizes = {f"{part.role} weights": round(part.weights * of[part][0]) for part in self.parts}
+        sizes |= {f"{part.role} KV": round(num_seqs * part.kv(positions) * of[part][1]) for part in self.parts}
+        return sizes | {"working memory": FIXED_RESERVE + sum(part.working(positions) for part in self.parts)}
 
     def fits(self, num_seqs: int, positions: int) -> bool:
         return sum(self.shares(num_seqs, positions).values()) <= self.free
@@ -163,12 +162,12 @@ class _Load:
 
 
 def _most(high: int, loads: Sequence[_Load], fits: Callable[[_Load, int], bool]) -> int:
-    """The largest number up to `high` with which every device fits; 0 when none does."""
+    """Return the largest number up to `high` that fits on every device; 0 if none does."""
     return bisect_left(range(1, high + 1), True, key=lambda n: not all(fits(load, n) for load in loads))
 
 
 def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
-    """The most sequences at this length; else the longest single one; else that the weights alone are too large."""
+    """Return a hint: the most sequences of this length, the longest single sequence, or smaller weights."""
     if sequences := _most(num_seqs, loads, lambda load, n: load.fits(n, max_len)):
         return f"limits.max_num_seqs = {sequences} fits at this max_model_len"
     if positions := _most(max_len, loads, lambda load, n: load.fits(1, n)):
@@ -177,7 +176,7 @@ def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
 
 
 def _int8_bytes(spec: ModelSpec) -> int:
-    """Matrices stay in int8; the rest is read into the model's dtype."""
+    """Return the bytes of int8 weights: matrices stay in int8, the rest is converted to the model's dtype."""
     total = 0.0
     for file in weight_files(spec.folder):
         with safe_open(file, framework="pt") as weights:

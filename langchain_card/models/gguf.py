@@ -1,4 +1,4 @@
-"""GGUF files: integrity, config, tokenizer and full-precision tensors under transformers' names."""
+"""Read GGUF files: integrity, config, tokenizer and full-precision tensors under transformers' names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
 
-# Tokens which end an answer whatever the file's metadata says, by their text (as in llama.cpp).
+# Texts of tokens that end an answer even if the metadata does not list them (as in llama.cpp).
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
-_CONTROL = 3  # token type of GGUF
+_CONTROL = 3  # GGUF's token type for control tokens
 
 
 def open_gguf(path: Path) -> Any:
-    """Open a GGUF file and check that every tensor lies inside it.
+    """Open a GGUF file; raise unless every tensor lies inside it.
 
     Returns:
         A `gguf.GGUFReader` over a read-only memory map.
@@ -33,7 +33,7 @@ def open_gguf(path: Path) -> Any:
 
 
 def form_of(reader: Any) -> str:
-    """The number format of most weights of an `open_gguf` file, such as "Q4_K_M"; "GGUF" where it does not say."""
+    """Return the number format of most weights of a reader, such as "Q4_K_M"; "GGUF" if the file does not state it."""
     from gguf import LlamaFileType
 
     field = reader.fields.get("general.file_type")
@@ -42,10 +42,10 @@ def form_of(reader: Any) -> str:
 
 
 def load_config(path: Path) -> Any:
-    """The transformers config of a GGUF file, or of a folder.
+    """Load the transformers config of a GGUF file or a folder.
 
     Raises:
-        ModelStoreError: transformers does not know the architecture.
+        ModelStoreError: transformers does not support the architecture.
     """
     from transformers import AutoConfig
 
@@ -59,7 +59,7 @@ def load_config(path: Path) -> Any:
 
 
 def end_token_ids(reader: Any) -> list[int]:
-    """Ids that end an answer: those of the metadata first, then known control tokens by text."""
+    """Return the ids that end an answer: those of the metadata, then control tokens with a text in `END_TOKENS`."""
     fields = reader.fields
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     ids = [int(fields[key].contents()) for key in keys if key in fields]
@@ -74,7 +74,7 @@ def end_token_ids(reader: Any) -> list[int]:
 
 
 def save_tokenizer(path: Path, reader: Any, out: Path) -> None:
-    """Write tokenizer files and generation_config.json of a GGUF file to a folder."""
+    """Write the tokenizer and the generation_config.json of a GGUF file to a folder."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -89,15 +89,15 @@ def save_tokenizer(path: Path, reader: Any, out: Path) -> None:
 
 
 def tensors(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
-    """Dequantized tensors, one at a time, in file order.
+    """Yield dequantized tensors, one at a time, in file order.
 
     Args:
-        reader: of `open_gguf`.
-        model: the transformers model on the meta device; gives names and head counts.
+        reader: a result of `open_gguf`.
+        model: the transformers model on the meta device, for names and head counts.
 
     Yields:
-        transformers' parameter name and a float32 array of the parameter's shape. Tensors which the model does not
-        have (rope tables) are left out.
+        transformers' parameter name and a float32 array of the parameter's shape. Tensors that the model does not
+        have, such as rope tables, are left out.
     """
     from gguf import dequantize
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map

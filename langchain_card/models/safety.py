@@ -1,7 +1,7 @@
-"""Looks at a model folder before transformers does: no pickle, no code, no escapes, no absurd sizes.
+"""Inspect a model folder before transformers opens it: no pickle, no code, no escaping paths, no absurd sizes.
 
-Nothing in the folder is executed or unpickled here; JSON files are parsed within size limits and of weight files
-only the headers are read.
+Nothing in the folder is executed or unpickled. JSON files are parsed within size limits; of weight files only the
+headers are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BOUNDS = {
 
 
 def inspect_folder(path: Path) -> list[Path]:
-    """Refuse a folder that could run code, read outside itself, or is damaged.
+    """Raise if a folder could run code, leads outside itself, or is damaged.
 
     Returns:
         The safetensors files that make up the model's weights.
@@ -54,12 +54,12 @@ def inspect_folder(path: Path) -> list[Path]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder: those of its index, or the single `model.safetensors`.
+    """Return the safetensors files of a folder: those of its index, or the single `model.safetensors`.
 
     Raises:
-        UnsafeModelError: the index names something else than safetensors files in this folder, or there are only
-            pickle weights.
-        CorruptModelError: no weights, or a file of the index is missing.
+        UnsafeModelError: the index names files outside this folder or of another format, or there are only pickle
+            weights.
+        CorruptModelError: there are no weights, or a file of the index is missing.
     """
     if (path / INDEX).exists():
         names = _index_names(path)
@@ -81,13 +81,13 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def check_safetensors(path: Path) -> dict[str, str]:
-    """Check that a file's header is sane and its length is what the header says.
+    """Raise unless a file has a valid header and the length that the header states.
 
     Returns:
         The metadata of the file.
 
     Raises:
-        CorruptModelError: it is not.
+        CorruptModelError: the file is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -143,7 +143,7 @@ def _walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_fields(file: str, document: Any) -> None:
-    """Refuse fields that make transformers fetch or import code."""
+    """Raise if a field would make transformers fetch or import code."""
     for key, value in _walk(document):
         if key in ("auto_map", "custom_pipelines"):
             raise UnsafeModelError(f"{file}: {key}", value, "would import code of the model's author", "remove it")

@@ -1,10 +1,10 @@
-"""The model store: a model's name -> a folder of weights that the engine can load.
+"""The model store: find, download and convert a model, and return a folder that the engine can load.
 
-A model is named by a built-in name, a folder, a `.gguf` file, or a hub id; in this order. Layout of the cache:
+A model's name is a built-in name, a folder, a `.gguf` file, or a hub id, tried in this order. Layout of the cache:
 
 ```
 <cache>/models/<built-in>/source.gguf, float/, int8/
-<cache>/converted/<name>-<key>/float/, int8/         of the user's own folders and files
+<cache>/converted/<name>-<key>/float/, int8/         from the user's folders and files
 <cache>/locks/
 ```
 """
@@ -31,7 +31,7 @@ from langchain_card.models.safety import check_safetensors, inspect_folder
 __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
 STAMP = "langchain-card.json"
-CONVERTER = 2  # raise it when the written form changes: older conversions are made anew
+CONVERTER = 2  # raise it if the written form changes: older conversions are then replaced
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
@@ -39,11 +39,11 @@ State = Literal["absent", "downloaded", "converted"]
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One line of the store's list.
+    """An entry of the store's list.
 
     Attributes:
-        name: built-in name, or the path or hub id that was converted.
-        state: absent, downloaded, or converted (some form is ready).
+        name: built-in name, or the converted path or hub id.
+        state: absent, downloaded, or converted (at least one form is ready).
         size: bytes on disk.
         forms: the forms that are ready.
     """
@@ -55,35 +55,35 @@ class StoredModel:
 
 
 def default_cache() -> Path:
-    """`LANGCHAIN_CARD_HOME`, or `~/.cache/langchain-card`."""
+    """Return `LANGCHAIN_CARD_HOME`, or `~/.cache/langchain-card`."""
     home = os.environ.get("LANGCHAIN_CARD_HOME")
     return Path(home).expanduser() if home else Path.home() / ".cache" / "langchain-card"
 
 
 class ModelStore:
-    """Finds, downloads, converts and removes models.
+    """A cache folder of models: find, download, convert and remove them.
 
     Args:
-        cache_dir: where downloads and conversions are kept; default `default_cache()`.
+        cache_dir: folder of downloads and conversions; default `default_cache()`.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str] | None = None) -> None:
         self.cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache()
 
     def list(self) -> list[StoredModel]:
-        """The built-in models, then the user's converted ones."""
-        found = [_describe(name, self._home(name)) for name in BUILTINS]
-        return found + [_describe(name, folder) for folder, name in self._conversions()]
+        """List the built-in models, then the user's converted ones."""
+        builtins = [_describe(name, self._home(name)) for name in BUILTINS]
+        return builtins + [_describe(name, folder) for folder, name in self._conversions()]
 
     def check(self, name: str, field: str = "model") -> None:
-        """Raise `UnknownModelError`, naming `field`, unless a model may have this name. Nothing is downloaded."""
+        """Raise `UnknownModelError`, naming `field`, unless this can be a model's name. Nothing is downloaded."""
         try:
             _ = name in BUILTINS or _local(name)
         except UnknownModelError as error:
             raise UnknownModelError(field, error.value, error.limit, error.hint) from None
 
     def pull(self, name: str, progress: Progress | None = None) -> Path:
-        """Download a model unless it is here.
+        """Download a model unless it is on this machine.
 
         Returns:
             The GGUF file of a built-in, the folder of a hub id, or the path itself.
@@ -102,11 +102,11 @@ class ModelStore:
         return source
 
     def path(self, name: str) -> Path:
-        """Where `pull` put a model.
+        """Return the path of a model that was pulled.
 
         Raises:
             UnknownModelError: no such model.
-            ModelStoreError: it was not pulled yet.
+            ModelStoreError: the model was not pulled yet.
         """
         if name not in BUILTINS:
             return _local(name) or fetch_hub_folder(name, offline=True)
@@ -115,10 +115,10 @@ class ModelStore:
         return self._source(name)
 
     def remove(self, name: str) -> None:
-        """Delete a built-in model, or what was converted from a path or hub id. The user's files are never touched.
+        """Delete a built-in model, or the conversions of a path or hub id. The user's files are never touched.
 
         Raises:
-            UnknownModelError: nothing of this name is in the store.
+            UnknownModelError: the store holds nothing of this name.
         """
         wanted = {name, str(Path(name).expanduser().resolve())} if name else set()
         folders = [folder for folder, source in self._conversions() if source in wanted]
@@ -132,12 +132,12 @@ class ModelStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def prepare(self, model: str, form: Literal["float", "int8"], progress: Progress | None = None) -> Path:
-        """Download and convert a model where needed.
+        """Download and convert a model if needed.
 
         Args:
             model: built-in name, folder, `.gguf` file or hub id.
-            form: "float" (float16 matrices; a folder or hub id is used as it is) or "int8" (see `convert`).
-            progress: told about long steps.
+            form: "float" (float16 matrices; a folder or hub id is used unchanged) or "int8" (see `convert`).
+            progress: receives reports of long steps.
 
         Returns:
             A folder with config.json, tokenizer files and weights in the form.
@@ -147,7 +147,7 @@ class ModelStore:
             UnsafeModelError: the folder holds pickle weights or code.
             CorruptModelError: weights are damaged.
             DiskSpaceError: not enough free disk.
-            DownloadError: no source answered.
+            DownloadError: no source provided the model.
         """
         if form not in ("float", "int8"):
             raise InvalidInputError("form", form, 'must be "float" or "int8"')
@@ -170,7 +170,7 @@ class ModelStore:
         return folder
 
     def tokenizer_source(self, name: str) -> Path:
-        """The folder or GGUF file with a model's tokenizer; the model is only downloaded if nothing of it is here.
+        """Return the folder or GGUF file with a model's tokenizer; download the model only if nothing of it is here.
 
         Raises:
             UnknownModelError: no such model.
@@ -217,7 +217,7 @@ class ModelStore:
 
 
 def _local(name: str) -> Path | None:
-    """The folder or GGUF file of this name; None for a hub id; an error for anything else."""
+    """Return the folder or GGUF file of this name, or None for a hub id; raise for any other name."""
     path = Path(name).expanduser()
     if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path.resolve()
@@ -231,12 +231,12 @@ def _local(name: str) -> Path | None:
 
 
 def _cached(repo_id: str) -> Path | None:
-    found = cached_hub_file(repo_id, "tokenizer_config.json")
-    return found and found.parent
+    file = cached_hub_file(repo_id, "tokenizer_config.json")
+    return file and file.parent
 
 
 def file_state(source: Path) -> str:
-    """Names one state of a user's files: changes with the path, the sizes or the times."""
+    """Return a name for the present state of a user's files, made from their path, sizes and times."""
     files = sorted(p for p in source.iterdir() if p.is_file()) if source.is_dir() else [source]
     state = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     digest = hashlib.sha256(json.dumps([str(source), state]).encode()).hexdigest()
@@ -251,7 +251,7 @@ def _stamp(folder: Path) -> dict[str, Any]:
 
 
 def _ready(folder: Path) -> bool:
-    """Whether a conversion is whole; one that is damaged or half removed is made anew."""
+    """Return whether a conversion is complete and undamaged; others are replaced."""
     if _stamp(folder).get("converter") != CONVERTER:
         return False
     try:

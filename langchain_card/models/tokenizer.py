@@ -1,4 +1,4 @@
-"""Tokenizers, read without weights."""
+"""Load tokenizers, without weights, and convert tokens to bytes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from langchain_card.models.store import ModelStore, file_state
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model. Downloads the model if nothing of it is on this machine; reads no weights.
+    """Load the tokenizer of a model. The model is downloaded if nothing of it is here; no weights are read.
 
     Args:
         name: built-in name, folder, `.gguf` file or hub id.
 
     Raises:
         UnknownModelError: no such model.
-        ModelStoreError: it could not be downloaded, or the tokenizer cannot be read.
+        ModelStoreError: the model could not be downloaded, or its tokenizer cannot be read.
     """
     return read_tokenizer(ModelStore().tokenizer_source(name))
 
 
 def read_tokenizer(source: Path) -> Any:
-    """The tokenizer in a model's folder or `.gguf` file; the last few stay in memory.
+    """Load the tokenizer in a model's folder or `.gguf` file; the last few stay in memory.
 
     Raises:
         ModelStoreError: transformers cannot read it, or the folder is not safe.
@@ -49,28 +49,28 @@ def _read(source: Path, state: str) -> Any:
 
 
 class Spelling:
-    """How a tokenizer writes bytes in its tokens: GPT-2's characters for bytes, or text with `<0xE4>` for single ones.
+    """A codec between bytes and a tokenizer's tokens: GPT-2's characters for bytes, or text with `<0xE4>` for bytes.
 
     Args:
-        tokenizer: of transformers, with a `tokenizers` backend.
+        tokenizer: a tokenizer of transformers with a `tokenizers` backend.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._by_bytes = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
 
     def bytes_of(self, token: str) -> bytes:
-        """What a token stands for, whole characters or not."""
+        """Return the bytes of a token; they need not be whole characters."""
         if self._by_bytes:
             try:
                 return token.translate(_byte_level()).encode("latin-1")
-            except UnicodeEncodeError:  # an added token, as it is written
+            except UnicodeEncodeError:  # an added token, which is plain text
                 return token.encode()
         if token.startswith("<0x") and re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # byte fallback of sentencepiece
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
 
     def text_of(self, raw: bytes) -> str:
-        """Bytes as the tokenizer's model reads them; "" where text is not of whole characters and has to be."""
+        """Return the text of bytes as the tokenizer's model reads it; "" if it needs whole characters and gets none."""
         if self._by_bytes:
             return raw.decode("latin-1").translate(_characters())
         try:
@@ -80,13 +80,13 @@ class Spelling:
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """What a token stands for; nothing for ids that the tokenizer has no token for."""
+    """Return the bytes of a token id; b"" if the tokenizer has no such token."""
     return Spelling(tokenizer).bytes_of(tokenizer.convert_ids_to_tokens(token_id) or "")
 
 
 @functools.cache
 def _byte_level() -> dict[int, int]:
-    """Byte of each character in which byte-level tokenizers write their tokens (GPT-2)."""
+    """Map the characters in which byte-level tokenizers write their tokens to bytes (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}

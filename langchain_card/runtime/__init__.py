@@ -1,1 +1,1 @@
-"""Everything that touches weights: store, loader, runner, attention, sampling."""
+"""Run one forward pass over rows of any sequences: runner, KV, attention, sampling."""

@@ -1,4 +1,4 @@
-"""Our attention, registered with transformers under the name "card": each step brings its own plan of what rows see."""
+"""The attention implementation "card" for transformers: each step passes a plan of what its rows see."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from langchain_card.runtime.rows import Heads
+from langchain_card.runtime.rows import AttentionOptions
 
 ATTENTION_NAME = "card"
 
 
 class StepPlan(Protocol):
-    """Where the rows of one forward pass go and what they see; passed through the model as a keyword argument."""
+    """A plan of one forward pass: where its rows go and what they see. The model passes it on as a keyword argument."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
-        """Writes the rows' keys and values to the pool and attends.
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Write the rows' keys and values to the pool, and attend.
 
         Args:
-            layer: number of the model's layer.
+            layer: index of the model's layer.
             query: [1, heads, rows, head_dim].
             key: [1, kv_heads, rows, head_dim].
-            value: likewise.
-            heads: what the layer wants.
+            value: [1, kv_heads, rows, head_dim].
+            options: the layer's options.
 
         Returns:
             [1, rows, heads, head_dim].
@@ -45,13 +45,13 @@ def card_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What the model's attention layers call; no mask is taken, and no weights are returned."""
+    """Attend by the step's plan; the model's layers call this. Masks are ignored, and no weights are returned."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return step.attend(layer, query, key, value, Heads(scaling, sliding_window, softcap)), None
+    return step.attend(layer, query, key, value, AttentionOptions(scaling, sliding_window, softcap)), None
 
 
 def register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
-    """Makes a function an attention implementation of transformers; masks are ours, so none are built there."""
+    """Register a function as an attention implementation of transformers, which then builds no masks for it."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
 

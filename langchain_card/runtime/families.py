@@ -1,10 +1,10 @@
-"""Which models the runner can run exactly: found out before any weights are read.
+"""Check that the runner can run a model exactly, before any weights are read.
 
-Transformers knows some two hundred families of language models. What the runner needs of one is that all its memory of
-earlier tokens are keys and values which go through the attention interface, layer by layer, so that a rejected row
-leaves nothing behind. This is looked at and not listed: the model is built without memory (accelerate's empty weights)
-and reads three tokens with an attention function that computes nothing and notes what it is given. Masks of that pass
-carry in their shape how many keys a layer may see, and attention must have been told the same.
+Transformers has some two hundred families of language models. The runner can run those whose only memory of earlier
+tokens are keys and values that pass through the attention interface, layer by layer: then a rejected row leaves nothing
+behind. This is probed instead of listed: the model is built without memory (accelerate's empty weights) and reads three
+tokens with an attention function that computes nothing and records its arguments. The masks of that pass carry in their
+shape how many keys a layer may see, which must equal the window that attention receives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from langchain_card.errors import UnsupportedModelError
 
 RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Layer types of transformers that keep a state which every token changes."""
+"""Layer types of transformers with a state that every token changes."""
 
 _ATTENDING_LAYERS = ("full_attention", "sliding_attention")
 _PROBE_NAME = "card-probe"
@@ -36,12 +36,12 @@ _HINT = "use a model whose layers all keep keys and values, such as Llama, Qwen 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a model keeps of each position.
+    """The shape of the keys and values that a model keeps of each position.
 
     Attributes:
         layers: number of layers.
-        kv_heads: heads of keys, and as many of values, in a layer.
-        head_dim: numbers in one of them.
+        kv_heads: heads of keys in a layer, and as many of values.
+        head_dim: numbers in a head.
     """
 
     layers: int
@@ -50,12 +50,12 @@ class KVShape:
 
     @property
     def numbers(self) -> int:
-        """Numbers kept of one position, keys and values of all layers together."""
+        """Numbers kept of one position: keys and values of all layers together."""
         return self.layers * 2 * self.kv_heads * self.head_dim
 
 
 def kv_shape(config: Any) -> KVShape:
-    """The shape that the config of a text model states."""
+    """Return the shape that a text config states."""
     heads = config.num_attention_heads
     return KVShape(
         layers=config.num_hidden_layers,
@@ -65,17 +65,17 @@ def kv_shape(config: Any) -> KVShape:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The layers of a causal language model, in order; families name the list differently."""
+    """Return the layers of a causal language model, in order, whatever its family calls the list."""
     layers = next(child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList))
     stacked: nn.ModuleList | None = getattr(layers[0], "stacked_layers", None)
     return layers if stacked is None else stacked
 
 
 def context_length(config: Any) -> int:
-    """Positions of a text model over which a row is computed alike, whatever rows are in its pass.
+    """Return the positions over which a row is computed alike, whatever rows are in its pass.
 
-    LongRoPE (arXiv 2402.13753) takes other frequencies for a whole pass as soon as one row of it lies beyond the
-    context that the model was trained with first: rows of one answer would depend on how they were grouped.
+    LongRoPE (arXiv 2402.13753) uses other frequencies for a whole pass if one of its rows lies beyond the original
+    context: rows of one answer would depend on how they are grouped.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
@@ -84,34 +84,34 @@ def context_length(config: Any) -> int:
 
 
 def read_config(folder: Path) -> Any:
-    """The whole config of a model folder; `get_text_config()` of it is the language model's."""
+    """Load the whole config of a model folder; its `get_text_config()` is that of the language model."""
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def empty_model(config: Any) -> Any:
-    """The causal language model of a config, on the meta device: it takes no memory and cannot compute."""
+    """Build the causal language model of a config on the meta device; it takes no memory and cannot compute."""
     with init_empty_weights(include_buffers=True):
-        # Of transformers' ways to run experts the one whose shapes do not depend on values.
+        # The only implementation of experts whose shapes do not depend on values.
         options = {"attn_implementation": _PROBE_NAME, "experts_implementation": "batched_mm"}
         return AutoModelForCausalLM.from_config(config, **options).eval()
 
 
 def check_family(name: str, folder: Path, field: str = "model") -> None:
-    """Raises unless the engine can run a model exactly. Reads its config and no weights.
+    """Raise unless the engine can run a model exactly. Only its config is read.
 
     Args:
-        name: of the model, as the user gave it.
-        folder: with its config.
-        field: that named it.
+        name: the user's name of the model.
+        folder: the model's folder.
+        field: the setting that named the model.
 
     Raises:
-        UnsupportedModelError: not a causal language model, or some of what it remembers cannot be rolled back or does
-            not reach our attention. Names the layers and the reason.
+        UnsupportedModelError: not a causal language model, or some of its memory cannot be rolled back or bypasses the
+            attention interface. The message names the layers and the reason.
     """
     config = read_config(folder)
     try:
         problem = _problem(config)
-    except Exception as error:  # code of some two hundred families runs here, with shapes that it may not expect
+    except Exception as error:  # code of any family runs here, with shapes that it may not expect
         problem = (
             f"{config.model_type} models do not run with this attention ({type(error).__name__}: {str(error)[:200]})"
         )
@@ -120,7 +120,7 @@ def check_family(name: str, folder: Path, field: str = "model") -> None:
 
 
 def _problem(config: Any) -> str:
-    """Why the engine cannot run the model, or nothing."""
+    """Return the reason why the engine cannot run the model, or ""."""
     if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
         return f"{config.model_type} is not a causal language model"
     text = config.get_text_config()
@@ -128,9 +128,9 @@ def _problem(config: Any) -> str:
         return "its tokens attend to later ones, so it cannot decode token by token"
     name = AutoModelForCausalLM._model_mapping[type(config)].__name__
     kinds = Counter(getattr(text, "layer_types", None) or ())
-    if recurrent := _listed(kinds, RECURRENT_LAYERS):
+    if recurrent := _counts(kinds, RECURRENT_LAYERS):
         return f"recurrent state cannot be rolled back; {name} has {recurrent} layers of {text.num_hidden_layers}"
-    if other := _listed(kinds, set(kinds) - set(_ATTENDING_LAYERS)):
+    if other := _counts(kinds, set(kinds) - set(_ATTENDING_LAYERS)):
         return f"{name} has {other} layers, and only those of {' and '.join(_ATTENDING_LAYERS)} are supported"
     model = empty_model(config)
     if model._is_stateful:
@@ -160,13 +160,13 @@ def _problems(decoder: nn.Module, text: Any) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Probe:
-    """Takes the place of a step's plan and notes what attention was given.
+    """A stand-in for a step's plan that records the arguments of attention.
 
     Attributes:
-        shape: that the keys and values should have.
-        window: of sliding layers.
+        shape: expected shape of keys and values.
+        window: window of sliding layers.
         layers: indices of the layers that attended, in order.
-        problems: with what they asked for.
+        problems: reasons why the runner cannot serve them.
     """
 
     shape: KVShape
@@ -174,8 +174,8 @@ class _Probe:
     layers: list[int | None] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def note(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
-        """Takes one call of attention down."""
+    def add(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+        """Record one call of attention."""
         self.layers.append(getattr(module, "layer_idx", None))
         for problem in self._problems(module, key, value, mask, options):
             self.problems.append(f"attention of {type(module).__name__} {problem}")
@@ -187,8 +187,8 @@ class _Probe:
         if key.shape != value.shape:
             yield f"has keys of size {key.shape[3]} and values of size {value.shape[3]}"
         elif (key.shape[1], key.shape[3]) != (shape.kv_heads, shape.head_dim):
-            found = f"keeps {key.shape[1]} heads of size {key.shape[3]}"
-            yield f"{found}, where the config says {shape.kv_heads} of size {shape.head_dim}"
+            kept = f"keeps {key.shape[1]} heads of size {key.shape[3]}"
+            yield f"{kept}, where the config says {shape.kv_heads} of size {shape.head_dim}"
         unset = (None, False)  # compared by identity: some are tensors
         if extra := sorted(n for n, x in options.items() if n not in _UNDERSTOOD and not any(x is u for u in unset)):
             yield f"needs {', '.join(extra)}, which is not supported"
@@ -200,7 +200,7 @@ class _Probe:
             yield f"was told a window of {window}, where its mask has {mask.shape[3] - 1 or None}"
 
 
-def _look(
+def _probe_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -212,18 +212,18 @@ def _look(
 ) -> tuple[Tensor, None]:
     if step is None:
         raise TypeError("options of a pass do not reach its layers")
-    step.note(module, key, value, attention_mask, options)
+    step.add(module, key, value, attention_mask, options)
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _marked_mask(*, local_size: int | None = None, **_: Any) -> Tensor:
-    """[1, 1, 1, 1 + keys that a row sees], or [1, 1, 1, 1] where it sees all."""
+    """Return a mask whose shape is [1, 1, 1, 1 + keys that a row sees], or [1, 1, 1, 1] if it sees all."""
     return torch.zeros(1, 1, 1, 1 + (local_size or 0))
 
 
-def _listed(counts: Counter[str], kinds: Iterable[str]) -> str:
+def _counts(counts: Counter[str], kinds: Iterable[str]) -> str:
     return ", ".join(f"{counts[kind]} {kind}" for kind in sorted(kinds) if counts[kind])
 
 
-AttentionInterface.register(_PROBE_NAME, _look)
+AttentionInterface.register(_PROBE_NAME, _probe_attention)
 AttentionMaskInterface.register(_PROBE_NAME, _marked_mask)

@@ -1,9 +1,9 @@
-"""Attention over a fixed grid of rows with a mask: what a graph can be captured of.
+"""Masked attention over a fixed grid of rows, which a CUDA graph can capture.
 
-Every sequence of a step has the same number of rows, the rest is padding, and all its slots up to a bucket's end are
-read: scratch slots and committed positions. What a row sees is a mask. Shapes depend on the bucket alone, so that a
-step can be captured once and replayed; and two steps of one bucket do the same arithmetic for a row, whatever the
-other rows hold.
+Every sequence of a step has the same number of rows, some of them padding. All its slots up to the bucket's end are
+read (scratch slots and committed positions), and a mask selects those that a row sees. Shapes depend on the bucket
+alone, so that a step can be captured once and replayed. Two steps of one bucket do the same arithmetic for a row,
+whatever the other rows hold.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from langchain_card.runtime.kv_cache import KVPool
-from langchain_card.runtime.rows import Heads, Rows
+from langchain_card.runtime.rows import AttentionOptions, Rows
 
 MAX_SCORED_ROWS = 64
-"""Rows of a sequence up to which all scores are laid out at once; a text's, which are more, go through SDPA."""
-
+"""Largest number of rows per sequence whose scores are computed at once; longer texts go through SDPA."""
 
 MIN_KEYS = 256
-"""Positions that are read at least."""
+"""Smallest number of positions that a step reads."""
 
 
 class Bucket(NamedTuple):
-    """Shape of a step: it covers the first `seqs` sequences of the pool.
+    """The shape of a step over the first `seqs` sequences of the pool.
 
     Attributes:
-        seqs: sequences.
+        seqs: number of sequences.
         width: rows of each.
-        keys: positions that are read of each, its scratch slots besides.
+        keys: positions read of each, in addition to its scratch slots.
     """
 
     seqs: int
@@ -43,7 +42,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, batch: Sequence[Rows]) -> Bucket:
-        """The smallest that holds a batch, one entry per sequence: powers of two."""
+        """Return the smallest bucket for a batch with one entry per sequence; sizes are powers of two."""
         pool = batch[0].cache.pool
         seqs = min(pool.num_seqs, _round_up(1 + max(rows.cache.index for rows in batch)))
         reach = 1 + max(max(rows.positions) for rows in batch)
@@ -51,17 +50,17 @@ class Bucket(NamedTuple):
 
 
 class StepInputs:
-    """A step's inputs on the device, filled from the host with one copy of each kind.
+    """The inputs of a step on the device, filled from the host with one copy of each kind.
 
     Args:
         pool: the sequences' KV.
-        bucket: their shape.
-        window: keys that a sliding layer sees, or None where the model has none.
+        bucket: shape of the step.
+        window: number of keys that a sliding layer sees, or None if the model has no such layer.
 
     Attributes:
         numbers: [4, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees.
-        trees: [1 or 2, seqs, width, num_scratch] scratch slots that each row sees; second for sliding layers.
-        no_mask: what the model gets in place of one.
+        trees: [1 or 2, seqs, width, num_scratch] scratch slots that each row sees; the second is for sliding layers.
+        no_mask: placeholder for the model's mask.
     """
 
     def __init__(self, pool: KVPool, bucket: Bucket, window: int | None) -> None:
@@ -77,7 +76,7 @@ class StepInputs:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def fill(self, batch: Sequence[Rows]) -> list[int]:
-        """Writes a batch; padding sees position 0 and is written where nobody looks. Rows of the batch, in order."""
+        """Write a batch; return the grid's rows that it fills, in order. Padding sees position 0 and goes to trash."""
         if self._copied is not None:
             self._copied.synchronize()  # the last batch has left these buffers
         numbers, trees = self._numbers.numpy(), self._trees.numpy()
@@ -98,15 +97,15 @@ class StepInputs:
         return where
 
     def _see(self, seen: np.ndarray, start: int, path: Sequence[int]) -> None:
-        """Marks the scratch slots of a row's path; a sliding layer sees the last of them."""
-        own = [slot for slot in path if slot < self._pool.num_scratch]
-        seen[0, own] = True
+        """Mark the scratch slots of a row's path; a sliding layer sees the last of them."""
+        scratch = [slot for slot in path if slot < self._pool.num_scratch]
+        seen[0, scratch] = True
         if self._window is not None:
-            seen[1, own[-self._window :]] = True
+            seen[1, scratch[-self._window :]] = True
 
 
 class _Seen(NamedTuple):
-    """Where the rows go, [seqs * width], and what they see, [seqs, 1, width, num_scratch + keys], on one device."""
+    """Slots of the rows, [seqs * width], and masks, [seqs, 1, width, num_scratch + keys], on one device."""
 
     slots: Tensor
     mask: Tensor
@@ -115,12 +114,12 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskedPlan:
-    """What attention needs to know of one forward pass over a grid of rows.
+    """A plan of one forward pass over a grid of rows.
 
     Attributes:
         pool: the sequences' KV.
-        bucket: the grid.
-        seen: by device.
+        bucket: shape of the grid.
+        seen: slots and masks by device.
     """
 
     pool: KVPool
@@ -129,7 +128,7 @@ class MaskedPlan:
 
     @classmethod
     def of(cls, inputs: StepInputs, pool: KVPool, bucket: Bucket, window: int | None) -> MaskedPlan:
-        """Builds the masks, on the device."""
+        """Build the masks on the device."""
         _, positions, slots, count = inputs.numbers
         key = torch.arange(bucket.keys, device=count.device)
         committed = key < count[..., None]
@@ -144,28 +143,28 @@ class MaskedPlan:
         }
         return cls(pool, bucket, seen)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
-        """See `attention.StepPlan`."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend as `attention.StepPlan` demands."""
         kv = self.pool.layers[layer]
         slots, mask, sliding_mask = self.seen[kv.device]
         kv[0].index_copy_(1, slots, key[0])
         kv[1].index_copy_(1, slots, value[0])
-        if heads.window is not None:
+        if options.window is not None:
             assert sliding_mask is not None, "a layer slides and the model's configuration does not say so"
             mask = sliding_mask
         return masked_attention(
-            query, self.pool.by_sequence(layer)[:, : self.bucket.seqs, :, : mask.shape[-1]], mask, heads
+            query, self.pool.by_sequence(layer)[:, : self.bucket.seqs, :, : mask.shape[-1]], mask, options
         )
 
 
-def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, heads: Heads) -> Tensor:
-    """Query heads that share a KV head are further rows of it, so that no key is read twice.
+def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend with query heads that share a KV head laid out as further rows, so that no key is read twice.
 
     Args:
         query: [1, heads, seqs * width, head_dim].
         kv: [2, seqs, kv_heads, keys, head_dim].
         mask: [seqs, 1, width, keys], added to the scores.
-        heads: scaling and softcap.
+        options: options of attention; the window is ignored.
 
     Returns:
         [1, seqs * width, heads, head_dim].
@@ -175,19 +174,17 @@ def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, heads: Heads) -> T
     q = query.view(kv_heads, group, seqs, width, head_dim).permute(2, 0, 1, 3, 4)
     q = q.reshape(seqs, kv_heads, group * width, head_dim)
     key, value = kv
-    if width > MAX_SCORED_ROWS and heads.softcap is None:
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask.repeat(1, 1, group, 1), scale=heads.scaling)
-    else:
-        scores = torch.matmul(q, key.transpose(2, 3)) * (head_dim**-0.5 if heads.scaling is None else heads.scaling)
-        if heads.softcap is not None:
-            scores = torch.tanh(scores / heads.softcap) * heads.softcap
-        scores = scores.view(seqs, kv_heads, group, width, -1) + mask[:, :, None]
-        out = torch.matmul(
-            scores.softmax(dim=-1, dtype=torch.float32 if heads.softcap else _accurate(q.dtype))
-            .to(q.dtype)
-            .flatten(2, 3),
-            value,
+    if width > MAX_SCORED_ROWS and options.softcap is None:
+        out = F.scaled_dot_product_attention(
+            q, key, value, attn_mask=mask.repeat(1, 1, group, 1), scale=options.scaling
         )
+    else:
+        scores = torch.matmul(q, key.transpose(2, 3)) * (head_dim**-0.5 if options.scaling is None else options.scaling)
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        scores = scores.view(seqs, kv_heads, group, width, -1) + mask[:, :, None]
+        chances = scores.softmax(dim=-1, dtype=torch.float32 if options.softcap else _accurate(q.dtype))
+        out = torch.matmul(chances.to(q.dtype).flatten(2, 3), value)
     return out.view(seqs, kv_heads, group, width, head_dim).permute(0, 3, 1, 2, 4).reshape(
         1, seqs * width, kv_heads * group, head_dim
     )  # fmt: skip
@@ -198,15 +195,15 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """[seqs, width, keys] -> [seqs, 1, width, keys], 0 where a key is visible and -inf elsewhere."""
+    """Turn visible keys [seqs, width, keys] into a mask [seqs, 1, width, keys]: 0 if visible, else -inf."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
 def longest(batch: Sequence[Rows]) -> int:
-    """Rows of the sequence that has most."""
+    """Return the number of rows of the sequence with the most."""
     return max(len(rows.token_ids) for rows in batch)
 
 
 def _round_up(count: int) -> int:
-    """To a power of two."""
+    """Round up to a power of two."""
     return 1 << (count - 1).bit_length()

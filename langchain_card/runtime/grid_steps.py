@@ -1,4 +1,4 @@
-"""Steps over fixed grids of rows: buckets, captured CUDA graphs, and eager execution where there are none."""
+"""Run steps over fixed grids of rows, as captured CUDA graphs or eagerly."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from langchain_card.runtime.rows import Rows
 log = logging.getLogger(__name__)
 
 _capturing = threading.Lock()
-"""One capture at a time in a process: what else is queued meanwhile may end up in it."""
+"""Lock for one capture at a time in a process: other queued work could end up in the graph."""
 
 WARM_UPS = 2
-"""Runs before a capture: kernels are chosen and workspaces taken by then."""
+"""Number of runs before a capture, which choose kernels and allocate workspaces."""
 
 
 @dataclass(slots=True)
 class _Grid:
-    """A bucket's buffers, and its graph once it was captured."""
+    """The buffers of a bucket, and its graph once captured."""
 
     inputs: StepInputs
     graph: torch.cuda.CUDAGraph | None = None
@@ -36,15 +36,15 @@ class _Grid:
 
 
 class GridSteps:
-    """Runs a model over grids of rows.
+    """A runner of one model over grids of rows.
 
     Args:
-        model: a causal LM of transformers whose attention implementation is "card".
-        pool: its sequences' KV.
-        window: keys that a sliding layer sees, or None where the model has none.
-        capture: replay CUDA graphs; what cannot be captured runs eagerly from then on, with one warning.
-        width: rows of each sequence, where every step shall be of one bucket, which holds all sequences and positions;
-            None for the smallest bucket that does.
+        model: a causal language model of transformers whose attention implementation is "card".
+        pool: the sequences' KV.
+        window: number of keys that a sliding layer sees, or None if the model has no such layer.
+        capture: whether to replay CUDA graphs. After the first failure steps run eagerly, with one warning.
+        width: rows of each sequence, if all steps use one bucket with all sequences and positions; None to use the
+            smallest bucket for each step.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class GridSteps:
         self._memory: Any = None  # shared by all graphs: one runs at a time
 
     def run(self, batch: Sequence[Rows]) -> Tensor:
-        """The rows of at most one entry per sequence; logits [rows wanted, vocabulary], until the next call."""
+        """Run a batch with one entry per sequence; return wanted logits [rows, vocabulary], valid until the next."""
         if self._only is not None:
             return torch.cat([self._run(piece, self._only) for piece in _pieces(batch, self._only.width)])
         return self._run(batch, Bucket.of(batch))
 
     def _run(self, batch: Sequence[Rows], bucket: Bucket) -> Tensor:
-        if self._only is None and longest(batch) > MAX_SCORED_ROWS:  # a text: its shape hardly comes again
+        if self._only is None and longest(batch) > MAX_SCORED_ROWS:  # a text, whose shape rarely recurs
             inputs = StepInputs(self._pool, bucket, self._window)
             return self._forward(inputs, bucket, _wanted(batch, inputs.fill(batch)))
         grid = self._grids.get(bucket)
@@ -75,13 +75,13 @@ class GridSteps:
             grid.graph.replay()
         elif self._only is None or not wanted:
             return self._forward(grid.inputs, bucket, wanted)
-        else:  # the head's rows are all rows, too
+        else:  # fixed shapes: the head runs over all rows
             grid.logits = self._forward(grid.inputs, bucket, None)
         assert grid.logits is not None
         return grid.logits if wanted == [*range(len(grid.logits))] else grid.logits[wanted]
 
     def _forward(self, inputs: StepInputs, bucket: Bucket, wanted: Sequence[int] | None) -> Tensor:
-        """Logits of the rows wanted, or of all."""
+        """Return logits of the wanted rows, or of all."""
         call = {
             "input_ids": inputs.numbers[0].reshape(1, -1),
             "position_ids": inputs.numbers[1].reshape(1, -1),
@@ -103,8 +103,9 @@ class GridSteps:
                     self._forward(grid.inputs, bucket, None)
                 device = self._pool.layers[0].device
                 torch.cuda.synchronize(device)
-                graph, own = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)  # not torch's, of any device
-                with torch.cuda.graph(graph, pool=self._memory, stream=own, capture_error_mode="thread_local"):
+                # The stream is passed because torch's default may belong to another device.
+                graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+                with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
                     grid.logits = self._forward(grid.inputs, bucket, None)
                 grid.graph, self._memory = graph, graph.pool()
         except Exception as error:
@@ -113,9 +114,9 @@ class GridSteps:
 
 
 def compile_layers(model: Any) -> None:
-    """Compiles the decoder layers, which are all alike, once for all numbers of rows; attention apart from them.
+    """Compile the decoder layers, which are alike, once for all numbers of rows, but leave attention uncompiled.
 
-    A layer's own number would make each a new program, so what depends on it (which KV is read) stays outside.
+    Attention depends on the layer's index (which KV it reads), so that each layer would become a program of its own.
     """
     name = f"{ATTENTION_NAME}-apart"
     register(name, torch.compiler.disable(card_attention))  # type: ignore[no-untyped-call]
@@ -125,19 +126,19 @@ def compile_layers(model: Any) -> None:
 
 
 def _pieces(batch: Sequence[Rows], width: int) -> Iterator[list[Rows]]:
-    """The batch, its texts cut so that no piece has more rows than `width`."""
+    """Yield a batch in pieces, its texts cut so that no sequence has more rows than `width`."""
     for first in range(0, longest(batch), width):
         piece = []
         for rows in batch:
-            own = rows.token_ids[first : first + width]
-            if own:
+            token_ids = rows.token_ids[first : first + width]
+            if token_ids:
                 last = first + width >= len(rows.token_ids)
-                piece.append(replace(rows, token_ids=own, start=rows.start + first, ask=rows.ask and last))
+                piece.append(replace(rows, token_ids=token_ids, start=rows.start + first, ask=rows.ask and last))
         yield piece
 
 
 def _wanted(batch: Sequence[Rows], where: Sequence[int]) -> list[int]:
-    """Rows of the grid whose logits are wanted, in the batch's order."""
+    """Return the rows of the grid whose logits are wanted, in the batch's order."""
     wanted: list[int] = []
     first = 0
     for rows in batch:

@@ -1,6 +1,6 @@
-"""Keys and values of all sequences of one model, reserved at once: static slots, no paging.
+"""Keys and values of all sequences of one model, reserved at once in static slots, without paging.
 
-Every sequence has a stretch of slots, scratch slots for unverified rows first, then one slot per position:
+Every sequence has a range of slots: scratch slots for unverified rows, then one slot per position:
 
 ```
 slot   0 .. num_scratch-1 | num_scratch .. num_scratch+length-1 | ..
@@ -11,8 +11,8 @@ A row is written once, into its scratch slot, and stays there until it is kept o
 from the last committed position down to it) is a list of slots. Keeping rows copies them into committed positions;
 rejecting them costs nothing.
 
-A sequence that is closed leaves its text behind. The next one takes over the longest prefix that it shares with any of
-its tenant; of another's text it could learn, by asking, what stands there.
+A closed sequence leaves its text behind. The next one takes over the longest prefix that it shares with any text of its
+tenant. Texts of other tenants are never shared: response times would reveal them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch import Tensor
 
 
 class KVPool:
-    """Room for `num_seqs` sequences of one model.
+    """Slots for `num_seqs` sequences of one model.
 
     Args:
-        devices: [layers] where each layer runs.
-        kv_heads, head_dim: of each layer.
+        devices: [layers] device of each layer.
+        kv_heads, head_dim: shape of each layer's keys and values.
         max_len: positions per sequence.
         num_scratch: unverified rows per sequence.
         num_seqs: sequences open at once.
-        compact: take low numbers first, because a step costs as much as its highest sequence (`masked.Bucket`).
-        dtype: of keys and values.
+        compact: open low indices first, because a step costs as much as its highest index (`grid_attention.Bucket`).
+        dtype: type of keys and values.
 
     Attributes:
         layers: [layers] keys and values [2, kv_heads, num_seqs * num_slots + 1, head_dim]; keys first.
-        num_slots: of one sequence.
-        trash: the last slot, which belongs to nobody.
+        num_slots: slots of one sequence.
+        trash: the last slot, which belongs to no sequence.
     """
 
     def __init__(
@@ -69,28 +69,28 @@ class KVPool:
 
     @property
     def block(self) -> Tensor:
-        """All layers' keys and values, [layers, 2, kv_heads, slots, head_dim], of a pool on one device."""
+        """Keys and values of all layers, [layers, 2, kv_heads, slots, head_dim], if they lie on one device."""
         (block,) = self._blocks.values()
         return block
 
     @property
     def num_free(self) -> int:
-        """Sequences that may still be opened."""
+        """Number of sequences that can still be opened."""
         return len(self._free)
 
     def by_sequence(self, layer: int) -> Tensor:
-        """A layer's keys and values, [2, num_seqs, kv_heads, num_slots, head_dim]."""
+        """Return a layer's keys and values, [2, num_seqs, kv_heads, num_slots, head_dim]."""
         kv = self.layers[layer][:, :, : self.trash]
         return kv.view(2, -1, self.num_seqs, self.num_slots, kv.shape[-1]).transpose(1, 2)
 
     def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
-        """Room for a tenant's text; what is known of its beginning from any other of its texts is committed already.
+        """Open a sequence for a tenant's text; a prefix known from other texts of the tenant is committed already.
 
-        A free sequence that is all prefix is continued where it lies; from others, which may be asked for again, the
-        prefix is copied to the place that was unused longest.
+        A free sequence that consists of the prefix alone is continued in place. From other sequences, whose texts may
+        be wanted again, the prefix is copied to the sequence that was unused longest.
         """
         assert self._free, "more sequences are open than there is room for"
-        known = [common_prefix(each.token_ids, token_ids) * (each.tenant == tenant) for each in self._caches]
+        known = [common_prefix(old.token_ids, token_ids) * (old.tenant == tenant) for old in self._caches]
         shared = max(known)
         donor = self._caches[known.index(shared)]
         free = self._low() if self._compact else self._free
@@ -104,36 +104,36 @@ class KVPool:
         return cache
 
     def _low(self) -> list[KVCache]:
-        """The free sequences of the smallest bucket that holds one more."""
-        many = 1 << (self.num_seqs - len(self._free)).bit_length()
-        return [cache for cache in self._free if cache.index < many]
+        """Return the free sequences of the smallest bucket that holds one more."""
+        size = 1 << (self.num_seqs - len(self._free)).bit_length()
+        return [cache for cache in self._free if cache.index < size]
 
     def close(self, cache: KVCache) -> None:
-        """Gives a sequence's room back; its committed positions may serve a later text."""
+        """Close a sequence; its committed positions may serve a later text."""
         self._free.append(cache)
 
     def forget(self) -> None:
-        """Closes all sequences and forgets their texts."""
+        """Close all sequences and forget their texts."""
         for cache in self._caches:
             cache.token_ids = []
         self._free = [*self._caches]
 
     def copy(self, sources: Sequence[int], start: int) -> None:
-        """Copies slots to consecutive ones, in all layers."""
+        """Copy slots to consecutive ones, in all layers."""
         for device, block in self._blocks.items():
             index = torch.tensor(sources, device=device)
             block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
 
 
 class KVCache:
-    """One sequence's stretch of a pool.
+    """The slots of one sequence.
 
     Attributes:
-        pool: of which it is a part.
-        index: its number there.
-        base: its first slot there.
-        token_ids: of the committed positions.
-        tenant: whose text it is.
+        pool: the pool with these slots.
+        index: index of the sequence in the pool.
+        base: first slot of the sequence in the pool.
+        token_ids: tokens of the committed positions.
+        tenant: owner of the text.
     """
 
     def __init__(self, pool: KVPool, index: int) -> None:
@@ -143,27 +143,27 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Committed positions."""
+        """Number of committed positions."""
         return len(self.token_ids)
 
     @property
     def first_position(self) -> int:
-        """Slot of position 0 in the pool."""
+        """The pool's slot of position 0."""
         return self.base + self.pool.num_scratch
 
     def keep(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Makes the rows in these slots, and their tokens, the next committed positions, in the order given."""
+        """Commit the rows in these slots, with their tokens, as the next positions, in the given order."""
         here = self.pool.num_scratch + self.length
-        if any(slot != here + i for i, slot in enumerate(slots)):  # else they lie in their places
+        if any(slot != here + i for i, slot in enumerate(slots)):  # else they are in place
             self.pool.copy([self.base + slot for slot in slots], self.base + here)
         self.token_ids += token_ids
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because masked slots are multiplied by zero, and zero times a stray NaN is NaN.
+    """Return zeros: masked slots are multiplied by zero, and zero times a stray NaN is NaN.
 
-    On a CPU the pages are the system's own zeros, which take memory when they are first written to. NumPy would ask for
-    huge ones: a sequence then takes all of its room with its first token (380 MB and half a second for SmolLM2).
+    On a CPU the pages are the system's zero pages, which take memory when first written to. NumPy would request huge
+    pages, with which a sequence takes 380 MB and half a second at its first token (SmolLM2; docs/LOG.md, 2026-11-22).
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -175,7 +175,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     for i, (x, y) in enumerate(zip(a, b)):  # noqa: B905
         if x != y:
             return i

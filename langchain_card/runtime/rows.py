@@ -1,4 +1,4 @@
-"""What a step consists of: rows of sequences, and what a layer wants of its attention."""
+"""The parts of a step: rows of sequences, and a layer's options of attention."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from langchain_card.runtime.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one sequence contributes to a step.
+    """The rows of one sequence in a step.
 
     Attributes:
         cache: the sequence's KV.
-        token_ids: one per row.
+        token_ids: one token per row.
         start: position of the first row.
-        paths: per row, the slots of its unverified ancestors from `start` on, ending with its own; a row's position is
-            `start + len(path) - 1`. They are scratch slots, or those of the positions themselves where windows are
-            chains (`exact="strict"`). None for the next tokens of a text, which go to their positions.
+        paths: per row, the slots of its unverified ancestors from `start` on, ending with its own slot; the row's
+            position is `start + len(path) - 1`. These are scratch slots, or the slots of the positions themselves if
+            windows are chains (`exact="strict"`). None for the next tokens of a text, which go to their positions.
         ask: whether the logits after a text's last token are wanted; those of unverified rows always are.
     """
 
@@ -31,20 +31,20 @@ class Rows:
 
     @property
     def wanted(self) -> range:
-        """Rows whose logits are wanted."""
+        """The rows whose logits are wanted."""
         count = len(self.token_ids)
         return range(0 if self.paths is not None else count - self.ask, count)
 
     @property
     def positions(self) -> list[int]:
-        """[rows] absolute positions."""
+        """Absolute positions, [rows]."""
         if self.paths is None:
             return list(range(self.start, self.start + len(self.token_ids)))
         return [self.start + len(path) - 1 for path in self.paths]
 
     @property
     def seen_positions(self) -> list[int]:
-        """[rows] how many committed positions each row sees, those that rows of this step are written to included."""
+        """Number of positions that each row sees, [rows]; those that this step writes are included."""
         if self.paths is None:
             return [position + 1 for position in self.positions]
         scratch = self.cache.pool.num_scratch
@@ -52,26 +52,26 @@ class Rows:
 
     @property
     def positions_before(self) -> list[int]:
-        """[rows] positions that each row sees before its path; for the rows of a text all, their own included."""
+        """Number of positions that each row sees before its path, [rows]; rows of a text count their own position."""
         if self.paths is None:
             return [position + 1 for position in self.positions]
         return [self.start] * len(self.paths)
 
     @property
     def slots(self) -> list[int]:
-        """[rows] where in the pool each row's key and value go."""
+        """Slots of the pool that get the rows' keys and values, [rows]."""
         if self.paths is None:
             return [self.cache.first_position + position for position in self.positions]
         return [self.cache.base + path[-1] for path in self.paths]
 
 
-class Heads(NamedTuple):
-    """What a model's layer wants of its attention.
+class AttentionOptions(NamedTuple):
+    """Options of attention in one layer of a model.
 
     Attributes:
-        scaling: of the scores; None for 1 / sqrt(head_dim).
-        window: keys that the layer sees, the row's own included; None for all.
-        softcap: bound that the scores are bent to (Gemma 2, arXiv 2408.00118), or None.
+        scaling: factor of the scores; None for 1 / sqrt(head_dim).
+        window: number of keys that a row sees, its own included; None for all.
+        softcap: bound of the scores (Gemma 2, arXiv 2408.00118), or None.
     """
 
     scaling: float | None

@@ -1,4 +1,4 @@
-"""`ModelRunner`: the only caller of a transformers model."""
+"""`ModelRunner`: the only caller of a transformers model's forward pass."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from langchain_card.runtime.kv_cache import KVCache, KVPool
 from langchain_card.runtime.rows import Rows
 
 TEXT_CHUNK = 512
-"""Tokens of a text that `prefill` reads in one step, at most."""
+"""Largest number of tokens that `prefill` reads in one step."""
 
 
 class ModelRunner:
-    """Runs one model over sequences that it keeps KV for.
+    """A runner of one model over sequences, with their KV.
 
     Args:
-        model: a causal LM of transformers whose attention implementation is "card".
+        model: a causal language model of transformers whose attention implementation is "card".
         max_len: positions per sequence.
         num_scratch: unverified rows per sequence.
         num_seqs: sequences open at once.
-        execution: of steps over fixed grids: "eager", "graphs" (captured on CUDA) or "compiled" (so are the layers);
-            None for "graphs" on CUDA, and on a CPU for steps over free rows.
-        width: rows of each sequence in every step, padded; None for as many as there are. It makes steps of all
-            schedules the same arithmetic, in any dtype (`exact="strict"`).
+        execution: execution of steps over fixed grids: "eager", "graphs" (captured on CUDA) or "compiled" (graphs with
+            compiled layers). None for "graphs" on CUDA, and for steps without a grid on a CPU.
+        width: rows of each sequence in every step, padded; None for no padding. A width makes steps of all schedules
+            the same arithmetic, in any dtype (`exact="strict"`).
 
     Attributes:
         pool: the sequences' KV.
@@ -69,7 +69,7 @@ class ModelRunner:
             capture = execution != "eager" and self.device.type == "cuda" and len(set(devices)) == 1
             self._grids = GridSteps(model, self.pool, window=self._sliding_window, capture=capture, width=width)
         else:
-            from langchain_card.runtime.cpu import plan  # with a compiler, which grids do not need
+            from langchain_card.runtime.cpu import plan  # imports numba, which grids do not need
 
             plan.prepare(self.pool.layers[0].dtype)
             self._row_stable = plan
@@ -77,40 +77,40 @@ class ModelRunner:
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
 
     def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
-        """KV for a new sequence; holds what is known of the beginning of `token_ids` from the tenant's own texts."""
+        """Open a sequence; a prefix of `token_ids` that is known from the tenant's texts is committed already."""
         return self.pool.open(token_ids, tenant)
 
     def close(self, cache: KVCache) -> None:
-        """Gives a sequence's room back."""
+        """Close a sequence."""
         self.pool.close(cache)
 
     def prefill(self, cache: KVCache, token_ids: Sequence[int]) -> None:
-        """Appends `token_ids` to the committed positions, in chunks; computes no logits."""
+        """Append `token_ids` to the committed positions, in chunks, without logits."""
         for start in range(0, len(token_ids), TEXT_CHUNK):
             self.step([Rows(cache, token_ids[start : start + TEXT_CHUNK], cache.length)])
 
     def follow(self, cache: KVCache, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Appends `token_ids` some rows at a time.
+        """Append `token_ids`, some rows at a time.
 
         Yields:
             Logits after each of the next tokens, [rows, vocabulary].
         """
         for start in range(0, len(token_ids), self.num_scratch):
-            own = token_ids[start : start + self.num_scratch]
-            yield self.step([Rows(cache, own, cache.length, [tuple(range(i + 1)) for i in range(len(own))])])
-            cache.keep(range(len(own)), own)
+            chunk = token_ids[start : start + self.num_scratch]
+            yield self.step([Rows(cache, chunk, cache.length, [tuple(range(i + 1)) for i in range(len(chunk))])])
+            cache.keep(range(len(chunk)), chunk)
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Rows]) -> Tensor:
-        """One forward pass over rows of any sequences; texts that are read are committed with it.
+        """Run one forward pass over rows of any sequences, and commit the texts among them.
 
-        Where shapes are fixed, texts and windows are a pass each.
+        With grids, texts and windows take one pass each.
 
         Returns:
-            Logits [rows, vocabulary] of the rows wanted, in order and in the model's dtype.
+            Logits [rows, vocabulary] of the wanted rows, in order and in the model's dtype.
         """
-        if self._stream is not None:  # of the calling thread, so that what it does with the logits is in order
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # what was kept since may be queued there
+        if self._stream is not None:  # the calling thread's, so that its later work is in order
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # copies of kept rows may be queued there
             torch.cuda.set_stream(self._stream)
         logits = self._any_rows(batch) if self._grids is None else self._in_grids(batch, self._grids)
         for rows in batch:
@@ -119,12 +119,12 @@ class ModelRunner:
         return logits
 
     def _in_grids(self, batch: Sequence[Rows], grids: GridSteps) -> Tensor:
-        found: dict[int, Tensor] = {}
+        by_rows: dict[int, Tensor] = {}
         for group in ([rows for rows in batch if rows.paths is None], [rows for rows in batch if rows.paths]):
             if group:
                 logits = torch.split(grids.run(group), [len(rows.wanted) for rows in group])
-                found |= {id(rows): own for rows, own in zip(group, logits, strict=True)}
-        return torch.cat([found[id(rows)] for rows in batch]) if len(batch) > 1 else found[id(batch[0])]
+                by_rows |= {id(rows): part for rows, part in zip(group, logits, strict=True)}
+        return torch.cat([by_rows[id(rows)] for rows in batch]) if len(batch) > 1 else by_rows[id(batch[0])]
 
     def _any_rows(self, batch: Sequence[Rows]) -> Tensor:
         wanted: list[int] = []

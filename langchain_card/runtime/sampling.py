@@ -1,8 +1,8 @@
-"""Logits to token ids: a row's token depends on its logits, its own history, the seed and its position alone.
+"""Sampling: a row's token depends only on its logits, its own history, the seed and its position.
 
 At temperature T the token is `argmax(processed logits / T + gumbel(seed, position, token))`, a draw from their softmax.
-The noise of a position is the same whatever the schedule, the drafter or the shape of the tree, so a sampled answer
-is the same string as plain decoding with the same seed. (Gumbel-max; drafter-invariant coupling, arXiv 2408.07978.)
+The noise of a position is independent of the schedule, the drafter and the shape of the tree, so a sampled answer is
+the same string as plain decoding with the same seed. (Gumbel-max; drafter-invariant coupling, arXiv 2408.07978.)
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 
 NUCLEUS_WIDTH = 1024
-"""Tokens that are sorted to find a nucleus; a row whose nucleus is larger is sorted whole."""
+"""Number of tokens that are sorted to find a nucleus; a row with a larger nucleus is sorted whole."""
 
 
 class Sampler:
-    """Turns the logits of one request into the scores whose argmax is the token.
+    """The processors of one request: logits become scores, and the argmax of the scores is the token.
 
     The order is fixed: penalties, bias, the grammar's mask, bans, temperature, top-k, top-p, min-p, noise. The first
-    four act on greedy decoding, too. All of it is computed in float64, and for each row as if it
-    were alone. Prompt and committed tokens are the history of all rows; each has its own path besides.
+    four apply to greedy decoding, too. Scores are computed in float64, and for each row as if it were alone. The
+    history of a row is the prompt, the committed tokens and the row's own path.
 
     Args:
-        params: how to decode.
+        params: the request's sampling parameters.
         prompt_ids: token ids of the prompt.
-        guide: masks what the grammar forbids.
+        guide: the request's grammar, or None.
 
     Attributes:
-        length: tokens of prompt and answer so far: the position of the next one.
-        guide: the same.
-        idle: whether scores are the logits themselves.
+        length: number of tokens of prompt and answer so far, which is the position of the next one.
+        guide: the request's grammar, or None.
+        idle: whether scores are the logits unchanged.
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], guide: Guide | None = None) -> None:
@@ -53,11 +53,11 @@ class Sampler:
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self._greedy = params.temperature == 0
-        self._as_they_are = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
-        self.idle = self._as_they_are and guide is None
+        self._unprocessed = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
+        self.idle = self._unprocessed and guide is None
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens of the answer to the history of all rows."""
+        """Append tokens of the answer to the history of all rows."""
         self.length += len(token_ids)
         if self.guide is not None:
             self.guide.commit(token_ids)
@@ -66,19 +66,19 @@ class Sampler:
 
     @torch.inference_mode()
     def scores(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """What the rows' tokens are the argmax of; -inf for what cannot be chosen.
+        """Return the scores whose argmax is each row's token; -inf for tokens that cannot be chosen.
 
         Args:
             logits: [rows, vocabulary]; not written to.
             paths: [rows] tokens between the last committed one and the token to be chosen.
 
         Returns:
-            float64 [rows, vocabulary]; the logits, perhaps masked, in their own type where nothing is to be computed.
+            float64 [rows, vocabulary]. If only the grammar applies: the masked logits in their own type.
         """
         if self.idle:
             return logits
         params = self._params
-        scores = logits.clone() if self._as_they_are else logits.to(torch.float64, copy=True)
+        scores = logits.clone() if self._unprocessed else logits.to(torch.float64, copy=True)
         if self._penalised:
             _penalise(scores, self._output_counts, paths, params)
         if params.logit_bias:
@@ -99,9 +99,9 @@ class Sampler:
 def _penalise(
     scores: Tensor, output_counts: Mapping[int, int], paths: Sequence[Sequence[int]], params: SamplingParams
 ) -> None:
-    """Repetition (of prompt and answer), then presence and frequency (in the answer), in place.
+    """Apply penalties in place: repetition (prompt and answer), then presence and frequency (answer).
 
-    Only the columns of tokens that occur anywhere are looked at; a token of another row's path counts as unseen.
+    Only the columns of tokens that occur anywhere are computed; tokens of other rows' paths count as unseen.
     """
     known = len(output_counts)
     token_ids = [*output_counts, *dict.fromkeys(t for path in paths for t in path if t not in output_counts)]
@@ -124,7 +124,7 @@ def _penalise(
 
 
 def _ban(scores: Tensor, token_ids: Sequence[int]) -> None:
-    """Masks tokens in place. A row that would lose all keeps the one with the best score: some token must follow."""
+    """Mask tokens in place. A row that would lose all tokens keeps the one with the best score."""
     best = scores.max(dim=-1, keepdim=True)
     scores[:, list(token_ids)] = -math.inf
     lost = scores.amax(dim=-1, keepdim=True) == -math.inf
@@ -132,7 +132,7 @@ def _ban(scores: Tensor, token_ids: Sequence[int]) -> None:
 
 
 def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Masks what top-k, then top-p, then min-p leave out; ties with the last token that stays do, too."""
+    """Mask the tokens that top-k, then top-p, then min-p leave out; ties with the last kept token are kept."""
     if 0 < params.top_k < scores.shape[-1]:
         scores = _drop_below(scores, scores.topk(params.top_k).values[:, -1:])
     if params.top_p < 1:
@@ -147,11 +147,11 @@ def _drop_below(scores: Tensor, floor: Tensor) -> Tensor:
 
 
 def _nucleus_floor(scores: Tensor, top_p: float, width: int) -> Tensor:
-    """The smallest score [rows, 1] in the nucleus: the likeliest tokens, up to the first that makes `top_p` full."""
+    """Return the smallest score [rows, 1] of the nucleus: the likeliest tokens, up to the one that reaches `top_p`."""
     vocab_size = scores.shape[-1]
     best = scores.topk(min(width, vocab_size))
     chances = scores.softmax(dim=-1).gather(-1, best.indices)
-    inside = chances.cumsum(dim=-1) - chances < top_p  # what is likelier has not filled it yet
+    inside = chances.cumsum(dim=-1) - chances < top_p  # likelier tokens do not fill the nucleus
     inside[:, 0] = True
     floor = best.values.masked_fill(~inside, math.inf).amin(dim=-1, keepdim=True)
     larger = inside[:, -1]
@@ -162,30 +162,30 @@ def _nucleus_floor(scores: Tensor, top_p: float, width: int) -> Tensor:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities of the chosen tokens and of the likeliest ones.
+    """Return log-probabilities of the chosen tokens and of the likeliest ones.
 
     Args:
-        logits: [rows, vocabulary], as the model gave them.
+        logits: [rows, vocabulary] of the model, unprocessed.
         chosen: [rows] token ids.
-        count: how many of the likeliest tokens.
+        count: number of the likeliest tokens.
     """
     logprobs = logits.double().log_softmax(dim=-1)
-    own = logprobs.gather(-1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
+    of_chosen = logprobs.gather(-1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
     top = logprobs.topk(min(count, logits.shape[-1]))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return tuple(
         TokenLogprob(logprob, tuple(zip(token_ids, values, strict=True)))
-        for logprob, (token_ids, values) in zip(own, pairs, strict=True)
+        for logprob, (token_ids, values) in zip(of_chosen, pairs, strict=True)
     )
 
 
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode()
 def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise, float64 [vocab_size]: a pure function of its arguments, equal on every device.
+    """Return standard Gumbel noise, float64 [vocab_size]: a pure function of its arguments, equal on every device.
 
-    An integer hash (the finalizer of splitmix64) of (seed, position, token) gives 53 random bits per token. The rows
-    used last are kept and shared: by all nodes of one depth, and by target and draft. Not to be written to.
+    An integer hash (the finalizer of splitmix64) of (seed, position, token) gives 53 random bits per token. Recent rows
+    are cached and shared by all nodes of one depth, and by target and draft: callers must not write to them.
     """
     start = torch.tensor([seed, position], dtype=torch.int64, device=device)
     key = _mix(_mix(start[0] * _STEP) + start[1] * _STEP)
@@ -193,7 +193,7 @@ def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
     noise = -torch.log(-torch.log(uniform))
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # whoever takes it next may be on another stream
+        torch.cuda.current_stream(device).synchronize()  # the next user may be on another stream
     return noise
 
 
@@ -204,6 +204,6 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64."""
+    """Shift int64 right, with zeros from the left."""
     shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
     return shifted

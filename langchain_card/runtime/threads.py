@@ -1,4 +1,4 @@
-"""How many CPU threads each side may use: never more than there are cores, both sides together."""
+"""Share CPU threads between target and draft: together they never use more threads than there are cores."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ThreadPlan:
-    """Threads per side.
+    """The threads of target and draft.
 
     Args:
-        target_on_cpu, draft_on_cpu: where the two models run.
-        cores: cores to share.
+        target_on_cpu, draft_on_cpu: whether each model runs on the CPU.
+        cores: number of cores to share; None for all.
     """
 
     def __init__(self, *, target_on_cpu: bool, draft_on_cpu: bool, cores: int | None = None) -> None:
@@ -27,20 +27,19 @@ class ThreadPlan:
         self._cores = cores or num_cores()
 
     def target(self, schedule: str) -> int:
-        """Threads of a target step."""
+        """Return the threads of a target step."""
         return max(1, self._cores - self._cores // 2) if self._both and schedule == "parallel" else self._cores
 
     def draft(self, schedule: str) -> int:
-        """Threads of a draft step."""
+        """Return the threads of a draft step."""
         return max(1, self._cores // 2) if self._both and schedule == "parallel" else self._cores
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """One intra-op thread for the caller; the others' pools are left alone.
+    """Run the calling thread with one intra-op thread; the pools of other threads stay unchanged.
 
-    For what is too small to be shared, and for threads that must not start a pool of their own: that would slow every
-    other thread's down.
+    For work that is too small to share, and for threads that must not start a pool: it would slow all other pools.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -51,6 +50,6 @@ def single_threaded() -> Iterator[None]:
 
 
 def use_threads(count: int) -> None:
-    """Sets the calling thread's number of intra-op threads."""
+    """Set the calling thread's number of intra-op threads."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)

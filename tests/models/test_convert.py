@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from langchain_card.config import EngineConfig
 from langchain_card.errors import DiskSpaceError, InvalidInputError, ModelStoreError
-from langchain_card.models.convert import WeightWriter
-from langchain_card.models.safety import inspect_folder
+from langchain_card.models import convert
+from langchain_card.models.budget import weight_bytes
+from langchain_card.models.files import INT8_FORMAT
+from langchain_card.models.loader import load_model, resolve
+from langchain_card.models.safety import INDEX, inspect_folder, weight_files
 from langchain_card.models.store import ModelStore
+from langchain_card.runtime.cpu import matmul_kernel
 from tests.support.wheelhouse import Record, tensors
 
 
@@ -132,17 +139,41 @@ def test_weights_beyond_half_precision_stay_full(tmp_path: Path) -> None:
     assert "lm_head.weight_int8" in stored
 
 
-def test_writer_keeps_every_tensor_aligned(tmp_path: Path) -> None:
-    odd = {
-        "a": torch.ones(3, 5, dtype=torch.int8),
-        "b": torch.ones(3),
-        "c": torch.ones(7, 3).half(),
-        "d": torch.ones(4),
-    }
-    (tmp_path / "config.json").write_text("{}")
-    writer = WeightWriter(tmp_path / "model.safetensors", odd, "int8")
-    for name, tensor in odd.items():
-        writer.add(name, tensor)
-    writer.close()
-    inspect_folder(tmp_path)
-    assert all(torch.equal(tensor, odd[name]) for name, tensor in tensors(tmp_path).items())
+def test_shards_hold_what_one_file_holds(llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ModelStore(tmp_path / "whole").prepare(str(llama_folder), "int8")
+    monkeypatch.setattr(convert, "SHARD_BYTES", 500)
+    shards = ModelStore(tmp_path / "shards").prepare(str(llama_folder), "int8")
+    assert [file.name for file in weight_files(whole)] == ["model.safetensors"]
+    assert len(inspect_folder(shards)) > 3
+    assert set(json.loads((shards / INDEX).read_text())["weight_map"]) == set(tensors(whole))
+    assert all(torch.equal(tensor, tensors(whole)[name]) for name, tensor in tensors(shards).items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(matmul_kernel.instructions() is None, reason="the kernel needs AVX2")
+def test_model_from_shards_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_file = resolve(EngineConfig(model="smollm2-135m", draft_model=None)).target
+    weights = tensors(one_file.folder)
+    shards = tmp_path / "shards"
+    shutil.copytree(one_file.folder, shards, ignore=shutil.ignore_patterns("*.safetensors"))
+    names = sorted(weights)
+    files = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(names)}
+    for file in set(files.values()):
+        own = {name: weights[name].clone() for name in names if files[name] == file}
+        save_file(own, shards / file, {"format": INT8_FORMAT})
+    (shards / INDEX).write_text(json.dumps({"weight_map": files}))
+    split = replace(one_file, folder=shards)
+    assert weight_bytes(split) == weight_bytes(one_file)
+    first, second = (load_model(spec).state_dict() for spec in (one_file, split))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_half_precision_folder_is_converted(tmp_path: Path) -> None:
+    """Tensors that need no conversion are views of one mapped file."""
+    config = LlamaConfig(
+        hidden_size=12, intermediate_size=17, num_hidden_layers=1, num_attention_heads=2, vocab_size=33
+    )
+    model = LlamaForCausalLM(config).half()
+    model.save_pretrained(tmp_path / "model")
+    stored = tensors(ModelStore(tmp_path / "cache").prepare(str(tmp_path / "model"), "int8"))
+    assert torch.equal(stored["model.embed_tokens.weight"], model.get_input_embeddings().weight)

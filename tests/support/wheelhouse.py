@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from langchain_card.models.download import BUILTINS, Builtin
+from langchain_card.models.safety import weight_files
 from tests.support import ROOT
 
 PARTS = [bytes([65 + number]) * 40_000 for number in range(4)]
@@ -81,9 +82,12 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in a folder's model.safetensors."""
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    """Everything in a folder's weight files."""
+    found: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
 
 
 class Record:

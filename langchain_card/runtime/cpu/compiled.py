@@ -1,4 +1,4 @@
-"""How numba compiles what runs on rows, and on how many threads it runs."""
+"""Settings of numba for code that runs on rows: compilation, its cache, and the number of threads."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 @functools.cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """Tells versions of these files apart: what was compiled of others stays behind."""
+    """Return a stamp of all files of this folder; code compiled under another stamp is not used."""
     files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in files)
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compiles a function that leaves Python's lock; what was compiled is kept on disk, where there is a place."""
+    """Return a decorator that compiles a function, without the GIL; the result is cached on disk if possible."""
 
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
             found = numba.njit(nogil=True, cache=True, **options)(function)
-        except RuntimeError:  # no such place
+        except RuntimeError:  # no writable cache
             return numba.njit(nogil=True, **options)(function)
-        with contextlib.suppress(AttributeError):  # numba itself looks at the function's own file only
+        with contextlib.suppress(AttributeError):  # numba's stamp covers the function's own file only
             found._cache._cache_file._source_stamp = _stamp()
         return found
 
     return compile_now
 
 
-_POOL = numba.get_num_threads()  # its size, which NUMBA_NUM_THREADS may have made smaller
+_POOL = numba.get_num_threads()  # size of numba's pool, which NUMBA_NUM_THREADS may reduce
 _own = threading.local()
 _alone = threading.RLock()
 
 
 @functools.cache
 def _may_meet() -> bool:
-    """Whether several threads may use the pool at once; numba's own fallback has none of its better ones' care."""
+    """Return whether several threads may use numba's pool at once, which its fallback layer does not allow."""
     with _alone:
         compiled(parallel=True)(_start)(2)
     kind: Any = numba
@@ -60,7 +60,7 @@ def _start(count: int) -> None:
 
 
 class cores:
-    """Says how many threads compiled code may use meanwhile: as many as torch may in the calling one."""
+    """A context that lets compiled code use as many threads as torch may use in the calling thread."""
 
     def __enter__(self) -> int:
         self._threads = min(torch.get_num_threads(), _POOL)
@@ -77,5 +77,5 @@ class cores:
             _alone.release()
 
 
-# Sums may be split over vector lanes, the same way for every row; nobody asks which NaN or zero it was.
+# Sums may be split over vector lanes, the same way for every row; kinds of NaN and signs of zero do not matter.
 row_wise = compiled(error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz"})

@@ -1,9 +1,8 @@
-"""Decoder layers of the common kind (Llama, Qwen 2 and 3, Mistral, ...) in compiled passes over rows.
+"""Replace decoder layers of the common kind (Llama, Qwen 2 and 3, Mistral, ...) by compiled passes over rows.
 
-RMS norm, attention with rotated queries and keys, RMS norm, gated SiLU: a layer becomes two compiled calls with its
-attention between them, and a model all of whose layers are of that kind becomes one call. Whether a layer is of that
-kind is found out by what it consists of and by what it computes. A row of what they give never depends on its
-neighbours, bit for bit.
+The common kind is: RMS norm, attention with rotated queries and keys, RMS norm, gated SiLU. Such a layer becomes two
+compiled calls with its attention between them; a model with only such layers becomes one call. A layer is recognised by
+its parts and by its results. The bits of an output row never depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from langchain_card.runtime.cpu import integer_matmul as products
 from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.compiled import cores
 from langchain_card.runtime.cpu.integer_layers import FusedRMSNorm, IntegerLinear, IntegerPart, as_array
-from langchain_card.runtime.cpu.plan import RowStablePlan, wanted
+from langchain_card.runtime.cpu.plan import RowStablePlan, kernel_heads
 from langchain_card.runtime.cpu.row_attention import Seen
-from langchain_card.runtime.rows import Heads
+from langchain_card.runtime.rows import AttentionOptions
 
 if TYPE_CHECKING:
     from langchain_card.runtime.attention import StepPlan
@@ -35,22 +34,22 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 _PROBED_ROWS = 5
 _TOLERANCE = 0.02
-"""Share of its norm by which a replacement's output may differ: other last bits turn some roundings to 7 bits."""
+"""Largest relative difference of a replacement's output: other last bits change some roundings to 7 bits."""
 
 
 class FusedLayer(nn.Module):
-    """Takes the place of a decoder layer of transformers.
+    """A replacement for a decoder layer of transformers.
 
     Args:
-        layer: of the common kind, whose linear layers are int8 ones and whose norms are fused.
-        heads: what it asks of its attention.
+        layer: a layer of the common kind with int8 linear layers and fused norms.
+        options: the layer's options of attention.
     """
 
-    def __init__(self, layer: Any, heads: Heads) -> None:
+    def __init__(self, layer: Any, options: AttentionOptions) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attention.layer_idx
-        self._heads = heads
+        self._options = options
         self.qkv: IntegerLinear = attention.q_proj.whole
         self.out: IntegerLinear = attention.o_proj
         self.gate_up: IntegerLinear = mlp.gate_proj.whole
@@ -58,9 +57,10 @@ class FusedLayer(nn.Module):
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         self.norms = nn.ModuleList(norms)
         self._norms = [(norm.weight.numpy(), np.float32(norm.eps)) for norm in norms]
-        own = [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]
-        self._head_norms = np.stack([norm.weight.numpy() for norm in own]) if own else np.empty((0, 0), np.float32)
-        self._head_eps = np.float32(own[0].eps if own else 0.0)
+        of_heads = [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]
+        weights = [norm.weight.numpy() for norm in of_heads]
+        self._head_norms = np.stack(weights) if weights else np.empty((0, 0), np.float32)
+        self._head_eps = np.float32(of_heads[0].eps if of_heads else 0.0)
         self._bias = as_array(self.qkv.bias)
         self._head_dim: int = attention.head_dim
         self._num_heads = self.out.in_features // self._head_dim
@@ -70,7 +70,7 @@ class FusedLayer(nn.Module):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What layers of one stack have in common."""
+        """Shapes that the layers of one stack have in common."""
         linear = (self.qkv, self.out, self.gate_up, self.down)
         sizes = [(layer.weights.scales.shape, *layer.weights[2:]) for layer in linear]
         return self._num_heads, self._num_kv_heads, len(self._bias), self._head_norms.shape, *sizes
@@ -78,7 +78,7 @@ class FusedLayer(nn.Module):
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
     ) -> Tensor:
-        """[1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
+        """Run the layer: [1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
         x = hidden[0].numpy().copy()
         (first, first_eps), (second, second_eps) = self._norms
         counts = self._num_heads, self._num_kv_heads, self._num_kv_heads
@@ -89,8 +89,8 @@ class FusedLayer(nn.Module):
                 x, first, first_eps, self.qkv.weights, self._bias, cos, sin, self._head_norms, self._head_eps,
                 q, k, v, threads,
             )  # fmt: skip
-        own_q, own_k, own_v = (torch.from_numpy(part).transpose(0, 1)[None] for part in (q, k, v))
-        mixed = step.attend(self.layer_idx, own_q, own_k, own_v, self._heads)
+        query, key, value = (torch.from_numpy(part).transpose(0, 1)[None] for part in (q, k, v))
+        mixed = step.attend(self.layer_idx, query, key, value, self._options)
         attended = mixed.reshape(len(x), -1).contiguous().numpy()
         with cores() as threads:
             row_layers.rest(
@@ -100,17 +100,17 @@ class FusedLayer(nn.Module):
 
 
 class FusedStack(nn.Module):
-    """Takes the place of all decoder layers.
+    """A replacement for all decoder layers.
 
     Args:
-        layers: of one shape.
+        layers: layers of one shape.
     """
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         super().__init__()
         self.stacked_layers = nn.ModuleList(layers)
         first = layers[0]
-        heads = [wanted(layer._heads, first._head_dim) for layer in layers]
+        heads = [kernel_heads(layer._options, first._head_dim) for layer in layers]
         self._stack = row_layers.Stack(
             norms=np.stack([np.stack([norm for norm, _ in layer._norms]) for layer in layers]),
             eps=np.array([[eps for _, eps in layer._norms] for layer in layers], np.float32),
@@ -130,7 +130,7 @@ class FusedStack(nn.Module):
         self._prepare(first._head_dim)
 
     def _prepare(self, head_dim: int) -> None:
-        """Compiles what `forward` needs, or reads it from where it was kept: seconds that belong to no step."""
+        """Compile what `forward` needs, or load it from numba's cache; this takes seconds that no step should spend."""
         x, angles, zero = np.ones_like(self._stack.norms[0, :1]), np.ones((1, head_dim), np.float32), np.zeros(1, int)
         kv = np.zeros((len(self.stacked_layers), 2, self._stack.num_kv_heads, 1, head_dim), np.float32)
         seen = Seen(zero, zero, zero + 1, zero[:0], zero)
@@ -140,7 +140,7 @@ class FusedStack(nn.Module):
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
     ) -> Tensor:
-        """[1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
+        """Run all layers: [1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
         if not isinstance(step, RowStablePlan):
             for layer in self.stacked_layers:
                 hidden = layer(hidden, position_embeddings=position_embeddings, step=step)
@@ -151,7 +151,7 @@ class FusedStack(nn.Module):
 
 
 def _stacked(linear: Sequence[IntegerLinear]) -> products.Weights:
-    """Their matrices as one, of which theirs become views."""
+    """Stack the matrices of layers; the layers' own become views of the stack."""
     stack = products.empty_stack(linear[0].weights, len(linear))
     for i, layer in enumerate(linear):
         layer.weights = products.move(layer.weights, stack, i)
@@ -159,7 +159,7 @@ def _stacked(linear: Sequence[IntegerLinear]) -> products.Weights:
 
 
 def stack_layers(decoder: Any) -> None:
-    """Makes one module of a decoder's layers where all are fused and of one shape."""
+    """Replace a decoder's layers by one module if all are fused and of one shape."""
     for name, child in decoder.named_children():
         layers = [layer for layer in child.children() if isinstance(layer, FusedLayer)]
         if isinstance(child, nn.ModuleList) and 0 < len(layers) == len(child):
@@ -169,32 +169,32 @@ def stack_layers(decoder: Any) -> None:
 
 
 def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> FusedLayer | None:
-    """What may take a decoder layer's place, or None.
+    """Return a replacement for a decoder layer, or None if there is none that computes the same.
 
     Args:
-        layer: with int8 linear layers and fused norms.
-        cos_sin: [1, `_PROBED_ROWS`, head_dim] as the model makes them of the first positions.
+        layer: a layer with int8 linear layers and fused norms.
+        cos_sin: [1, `_PROBED_ROWS`, head_dim] the model's cosines and sines of the first positions.
     """
     if not _is_common(layer):
         return None
     features = layer.self_attn.o_proj.out_features
     hidden = torch.randn(1, _PROBED_ROWS, features, generator=torch.Generator().manual_seed(0))
-    own, other = _Probe(), _Probe()
+    before, after = _Probe(), _Probe()
     try:
-        wanted = layer(hidden, position_embeddings=cos_sin, attention_mask=None, step=own)
-        fused = FusedLayer(layer, own.asked[0][1])
-        got = fused(hidden, position_embeddings=cos_sin, step=other)
-    except Exception:  # it asks for more than a layer of the common kind: positions, say
+        expected = layer(hidden, position_embeddings=cos_sin, attention_mask=None, step=before)
+        fused = FusedLayer(layer, before.calls[0][1])
+        result = fused(hidden, position_embeddings=cos_sin, step=after)
+    except Exception:  # it needs more arguments than a layer of the common kind, such as positions
         return None
-    if len(own.asked) != 1 or not isinstance(wanted, Tensor) or cos_sin[0].shape[-1] != fused._head_dim:
+    if len(before.calls) != 1 or not isinstance(expected, Tensor) or cos_sin[0].shape[-1] != fused._head_dim:
         return None
-    same = bool(torch.linalg.vector_norm(got - wanted) <= _TOLERANCE * torch.linalg.vector_norm(wanted - hidden))
-    return fused if same and own.asked == other.asked else None
+    difference, change = (torch.linalg.vector_norm(x - expected) for x in (result, hidden))
+    return fused if bool(difference <= _TOLERANCE * change) and before.calls == after.calls else None
 
 
 @torch.inference_mode()
 def fuse_layers(decoder: Any) -> None:
-    """Replaces those layers of a decoder that can be."""
+    """Replace all layers of a decoder that have a replacement."""
     rotary: Any = getattr(decoder, "rotary_emb", None)
     first = next(module for module in decoder.modules() if isinstance(module, nn.Embedding))
     try:
@@ -208,18 +208,18 @@ def fuse_layers(decoder: Any) -> None:
 
 @dataclass
 class _Probe:
-    """Takes the place of a step's plan, mixes what it is given, and notes who asked."""
+    """A stand-in for a step's plan that mixes its arguments and records its calls."""
 
-    asked: list[tuple[int, Heads]] = field(default_factory=list)
+    calls: list[tuple[int, AttentionOptions]] = field(default_factory=list)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
-        self.asked.append((layer, heads))
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        self.calls.append((layer, options))
         group = query.shape[1] // key.shape[1]
         return (query + (key - 2 * value).repeat_interleave(group, dim=1)).transpose(1, 2)
 
 
 def _is_common(layer: Any) -> bool:
-    """Whether a module has the parts of the common kind of decoder layer, and no others."""
+    """Return whether a module has exactly the parts of the common kind of decoder layer."""
     if {name for name, _ in layer.named_children()} != _PARTS:
         return False
     attention, mlp = ({name for name, _ in part.named_children()} for part in (layer.self_attn, layer.mlp))

@@ -1,7 +1,7 @@
-"""4-bit weights for drafts: half of int8 to read in a step, and half its time.
+"""Round a draft's weights to 4 bits: a step reads half as much as with int8, in half the time.
 
-A draft only guesses, so its numbers are free; the target keeps its own. Weights come from their int8 form, rotated
-already, and are rounded to 16 levels with a scale for each 128 features of a row.
+A draft only guesses, so its weights may be inexact. They are made from the int8 form, which is rotated already, and
+rounded to 16 levels with a scale for each 128 features of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEVELS = 127
 
 
 def to_4_bits(model: Any) -> None:
-    """Rounds the integer layers of a model, also those within fused ones, where their features are whole groups."""
+    """Round the integer layers of a model, also those inside fused layers, if their features are whole groups."""
     wholes = [module.whole if isinstance(module, IntegerPart) else module for module in model.modules()]
     for layer in dict.fromkeys(wholes):
         if isinstance(layer, IntegerLinear) and layer.in_features % GROUP == 0:
@@ -32,7 +32,7 @@ def to_4_bits(model: Any) -> None:
 
 @compiled()
 def _round(weight: Any, scales: Array, rounded: Any, group_scales: Array) -> None:
-    """int8 [out, in] and its scales [out, 1] to -8..7 and scales [out, groups]."""
+    """Round int8 [out, in] with scales [out, 1] to -8..7 with scales [out, groups]."""
     for o in range(len(weight)):
         for g in range(group_scales.shape[1]):
             own, out = weight[o, g * GROUP : (g + 1) * GROUP], rounded[o, g * GROUP : (g + 1) * GROUP]

@@ -1,14 +1,14 @@
 """Row-exact int8 products for CPUs.
 
-A row of the output never depends on its neighbours: every activation row is scaled to one common range, rounded and
+A row of the output never depends on its neighbours: each activation row is scaled to one common range, rounded and
 scaled back. The integer sums are exact because activations keep 7 bits (|a| <= 63): AVX2 without VNNI adds pairs of
 products in 16 bits, and 2 * 255 * 63 = 32,130 fits where 8-bit activations would saturate silently.
 
-A few features of a language model are far larger than the rest and would leave them hardly any of the 7 bits. So both
-sides are rotated first, in blocks of 64 features, by a Hadamard matrix: the sums stay what they were, and an outlier
-is shared by its block (QuaRot, arXiv 2404.00456; what it gains here is in docs/LOG.md).
+A few features of a language model are far larger than the rest, which would get hardly any of the 7 bits. So both
+sides are rotated first, in blocks of 64 features, by a Hadamard matrix: the sums stay the same, and an outlier is
+spread over its block (QuaRot, arXiv 2404.00456; docs/LOG.md, 2026-11-21).
 
-The products themselves are made by `products`.
+`integer_matmul` computes the products themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROTATED_BLOCK = 64
 
 @functools.cache
 def _hadamard(size: int) -> Tensor:
-    """[size, size], orthogonal and symmetric, so that it is its own inverse; `size` is a power of two."""
+    """Return an orthogonal, symmetric matrix [size, size], its own inverse; `size` is a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -33,10 +33,10 @@ def _hadamard(size: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotates each block of features; one that is applied twice gives `x` back, up to rounding.
+    """Rotate each block of features. Applied twice it gives `x` back, up to rounding.
 
     Args:
-        x: float32 [..., features]; left as it is when the features are not whole blocks.
+        x: float32 [..., features]; returned unchanged if the features are not whole blocks.
     """
     if x.shape[-1] % ROTATED_BLOCK:
         return x
@@ -44,7 +44,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 of the rotated weight, one scale per output row.
+    """Quantize a rotated weight to symmetric int8, with one scale per output row.
 
     Args:
         weight: [out_features, in_features], any float dtype.

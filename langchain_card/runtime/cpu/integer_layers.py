@@ -1,4 +1,4 @@
-"""Linear layers and norms in any model that give a row the same bits whatever rows are beside it."""
+"""Linear layers and norms whose output rows have the same bits whatever rows are beside them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class IntegerLinear(nn.Module):
         bias: float32 [out_features] or None.
 
     Attributes:
-        weights: as the kernel reads them; a draft rounds them to 4 bits.
+        weights: the matrix as the kernel reads it; a draft's is rounded to 4 bits.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
@@ -34,31 +34,31 @@ class IntegerLinear(nn.Module):
         self.weights = pack(weight.numpy(), scale.numpy()[:, None], ACTIVATION_LEVELS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Float32 [..., in_features] -> float32 [..., out_features]."""
+        """Multiply float32 [..., in_features] to float32 [..., out_features]."""
         rows = x.reshape(-1, self.in_features).contiguous().numpy()
         with cores() as threads:
             y = row_layers.linear(rows, self.weights, as_array(self.bias), threads)
         return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
 
     def first_rows(self, count: int) -> IntegerLinear:
-        """A layer with the first `count` outputs."""
+        """Return a layer with the first `count` outputs."""
         weight, scales = self.weights.unpack()
         scale = torch.from_numpy(scales[:count, 0])
         return IntegerLinear(torch.from_numpy(weight[:count]), scale, None if self.bias is None else self.bias[:count])
 
     def extra_repr(self) -> str:
-        """Shape and whether there is a bias, as torch's own linear prints it."""
+        """Return the shape and whether there is a bias, in the form of torch's own linear layer."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class IntegerPart(nn.Module):
-    """One of several layers that read the same input: the first that is called computes all of them in one kernel.
+    """One of several layers that read the same input; the first call computes all of them in one kernel.
 
     Args:
-        whole: the layers' weights, one below the other.
+        whole: a layer with the weights of all, one below the other.
         sizes: output features of each layer.
-        index: which of them this is.
-        last: [1] shared by the parts: the input seen last, and all outputs for it.
+        index: index of this layer.
+        last: [1] shared by the parts: the last input and all its outputs.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class IntegerPart(nn.Module):
 
     @property
     def whole(self) -> IntegerLinear:
-        """The layer that this is a part of; no submodule, for it would be one of several modules."""
+        """The whole layer. It is no submodule of its parts, because it would belong to several modules."""
         return self._whole[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Float32 [..., in_features] -> float32 [..., sizes[index]], a view."""
+        """Multiply float32 [..., in_features] to float32 [..., sizes[index]], a view."""
         seen = self._last[0]
-        if seen is None or seen[0] is not x:  # also when another thread's input came between: then it is computed anew
+        if seen is None or seen[0] is not x:  # or another thread's input came between
             seen = (x, self.whole(x).split(self._sizes, dim=-1))
             self._last[0] = seen
         if self._index == len(self._sizes) - 1:
@@ -85,25 +85,25 @@ class IntegerPart(nn.Module):
 
 
 def split_by_layer(whole: IntegerLinear, sizes: list[int]) -> list[IntegerPart]:
-    """The layers that `whole` was stacked from, in order."""
+    """Split a layer into the layers that it was stacked from, in order."""
     last: list[tuple[Tensor, Any] | None] = [None]
     return [IntegerPart(whole, sizes, index, last) for index in range(len(sizes))]
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS normalisation in one call; see `fuse_norm`."""
+    """An RMS norm in one call; see `fuse_norm`."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features] -> the same."""
+        """Normalise [..., features]."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def fuse_norm(module: nn.Module) -> FusedRMSNorm | None:
-    """A one-call replacement, when `module` is an RMS norm by name and by what it computes; else None."""
+    """Return a one-call replacement if `module` is an RMS norm by its name and its results; else None."""
     eps = getattr(module, "variance_epsilon", None)
     if not type(module).__name__.endswith("RMSNorm") or eps is None:
         return None
@@ -113,5 +113,5 @@ def fuse_norm(module: nn.Module) -> FusedRMSNorm | None:
 
 
 def as_array(vector: Tensor | None) -> Array:
-    """A bias for compiled code."""
+    """Return a bias as an array for compiled code, empty for None."""
     return np.empty(0, np.float32) if vector is None else vector.numpy()

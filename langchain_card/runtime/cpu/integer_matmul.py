@@ -1,14 +1,14 @@
-"""Products of rows with integer weights, 8 or 4 bits each, on x86 CPUs.
+"""Products of rows with integer weights of 8 or 4 bits on x86 CPUs.
 
-Few rows wait for memory, eight for the multiplier: so weights are read once, in one stream, and each is used for some
-rows while it lies in a register (`matmul_kernel`).
+With few rows memory is the limit, with eight the multiplier. So weights are read once, in one stream, and each serves
+several rows while it lies in a register (`matmul_kernel`).
 
-Activations are rows in [-1, 1], rounded to signed levels. Weights are stored unsigned, larger by a constant that is
-taken off at the beginning: every sum starts at minus the constant times the row's own sum. A 4-bit weight shares its
-byte with the one four features later, and each group of features has its own scale.
+Activations are rows in [-1, 1], rounded to signed levels. Weights are stored unsigned, with an offset that is
+subtracted first: every sum starts at minus the offset times the row's own sum. A 4-bit weight shares its byte with the
+weight four features later, and each group of features has its own scale.
 
 A row's bits never depend on the rows beside it, nor on the CPU: integer sums are exact, and scaled groups are added in
-their order. Sums are exact with 63 levels at 8 bits (2 x 255 x 63 < 2^15, where AVX2 adds pairs in 16 bits) and with
+order. Sums are exact with 63 levels at 8 bits (2 x 255 x 63 < 2^15, where AVX2 adds pairs in 16 bits) and with
 127 at 4.
 """
 
@@ -33,12 +33,12 @@ class Weights(NamedTuple):
     """A matrix as the kernel reads it.
 
     Attributes:
-        stored: [tiles, turns, 128 bytes]: in one turn 32 outputs meet 4 features, or 8 of 4 bits.
-        scales: [tiles, groups, 32] what a product of levels stands for.
-        features: of a row of activations.
-        outputs: of a row of products.
-        levels: of activations, on either side of zero.
-        offset: what weights are stored too large by.
+        stored: [tiles, turns, 128 bytes]; one turn holds the weights of 32 outputs and 4 features (8 with 4 bits).
+        scales: [tiles, groups, 32] value of one unit of a product of levels.
+        features: features of a row of activations.
+        outputs: outputs of a row of products.
+        levels: levels of activations on either side of zero.
+        offset: constant that is added to stored weights.
     """
 
     stored: _Bytes
@@ -49,7 +49,7 @@ class Weights(NamedTuple):
     offset: int
 
     def unpack(self) -> tuple[Levels, Array]:
-        """The matrix and the scales that `pack` was given."""
+        """Return the matrix and the scales that `pack` received."""
         stored = self.stored
         if self.offset == NIBBLE_OFFSET:
             stored = np.stack([stored & 15, stored >> 4], axis=2)
@@ -60,12 +60,12 @@ class Weights(NamedTuple):
 
 
 def pack(weight: Levels, scales: Array, levels: int, offset: int = BYTE_OFFSET) -> Weights:
-    """Lays a matrix out for the kernel.
+    """Lay out a matrix for the kernel.
 
     Args:
-        weight: int8 [outputs, features]; for 4 bits -8..7, and features are whole groups of eight at least.
-        scales: float32 [outputs, groups] of the weights; a single group for 8 bits.
-        levels: that activations are rounded to, on either side of zero.
+        weight: int8 [outputs, features]; for 4 bits in -8..7, with features in whole groups of at least eight.
+        scales: float32 [outputs, groups] scales of the weights; a single group for 8 bits.
+        levels: levels of activations on either side of zero.
         offset: `BYTE_OFFSET`, or `NIBBLE_OFFSET` for 4 bits.
     """
     outputs, features = weight.shape
@@ -83,7 +83,7 @@ def pack(weight: Levels, scales: Array, levels: int, offset: int = BYTE_OFFSET) 
 
 
 def _aligned(shape: tuple[int, ...]) -> _Bytes:
-    """Bytes that begin on a line of the caches."""
+    """Allocate bytes that begin on a cache line."""
     size = int(np.prod(shape))
     raw = np.empty(size + 64, np.uint8)
     skip = -raw.ctypes.data % 64
@@ -91,20 +91,20 @@ def _aligned(shape: tuple[int, ...]) -> _Bytes:
 
 
 def empty_stack(weights: Weights, count: int) -> Weights:
-    """Room for so many matrices of one shape: arrays that have the matrix first."""
+    """Allocate `count` matrices of one shape, as arrays with the matrix first."""
     scales = np.empty((count, *weights.scales.shape), np.float32)
     return weights._replace(stored=_aligned((count, *weights.stored.shape)), scales=scales)
 
 
 def move(weights: Weights, stack: Weights, i: int) -> Weights:
-    """Copies a matrix to its place in a stack; a view of that."""
+    """Copy a matrix to its place in a stack, and return the view of that place."""
     stack.stored[i], stack.scales[i] = weights.stored, weights.scales
     return weights._replace(stored=stack.stored[i], scales=stack.scales[i])
 
 
 @compiled()
 def one(weights: Weights, i: int) -> Weights:
-    """One matrix of a stack, a view."""
+    """Return one matrix of a stack, as a view."""
     return Weights(
         weights.stored[i], weights.scales[i], weights.features, weights.outputs, weights.levels, weights.offset
     )
@@ -112,7 +112,7 @@ def one(weights: Weights, i: int) -> Weights:
 
 @compiled()
 def block(left: int) -> int:
-    """How many of the rows that are left are multiplied together: 8, 4, 2 or 1."""
+    """Return how many of the remaining rows are multiplied together: 8, 4, 2 or 1."""
     rows = BLOCK
     while rows > left:
         rows //= 2
@@ -121,14 +121,14 @@ def block(left: int) -> int:
 
 @compiled()
 def empty_levels(count: int, weights: Weights) -> tuple[Levels, Sums]:
-    """Room for so many rows: levels in blocks of [quads, rows, 4 features], and where each group's sums begin."""
+    """Allocate levels of `count` rows, in blocks of [quads, rows, 4 features], and starts of each group's sums."""
     quads = weights.stored.shape[1] * (2 if weights.offset == NIBBLE_OFFSET else 1)
     return np.empty(count * quads * 4, np.int8), np.empty((count, weights.scales.shape[1]), np.int32)
 
 
 @compiled()
 def set_levels(row: Array, n: int, weights: Weights, levels: Levels, begin: Sums) -> None:
-    """Rounds row `n` to its place in what `empty_levels` gave."""
+    """Round row `n` into its place in the arrays of `empty_levels`."""
     count, groups = begin.shape
     quads = len(levels) // (4 * count)
     first, together = 0, block(count)
@@ -152,7 +152,7 @@ def set_levels(row: Array, n: int, weights: Weights, levels: Levels, begin: Sums
 
 @compiled()
 def multiply(levels: Levels, begin: Sums, weights: Weights, threads: int) -> Array:
-    """Products [rows, 32 x tiles]; those beyond the outputs mean nothing."""
+    """Return products [rows, 32 x tiles]; columns beyond the outputs are undefined."""
     stored, scales, nibbles = weights.stored, weights.scales, weights.offset == NIBBLE_OFFSET
     out = np.empty((len(begin), len(stored) * TILE), np.float32)
     if threads == 1:
@@ -166,7 +166,7 @@ def multiply(levels: Levels, begin: Sums, weights: Weights, threads: int) -> Arr
 def _stretches(
     levels: Levels, begin: Sums, stored: _Bytes, scales: Array, nibbles: bool, out: Array, threads: int
 ) -> None:
-    """Each thread takes a stretch of the tiles."""
+    """Multiply on all threads, each with a range of the tiles."""
     tiles = len(stored)
     for i in numba.prange(threads):
         thread = np.int64(i)
@@ -178,7 +178,7 @@ def _stretches(
 def _stretch(
     levels: Levels, begin: Sums, stored: _Bytes, scales: Array, nibbles: bool, out: Array, start: int, end: int
 ) -> None:
-    """Products for the tiles from `start` to `end`."""
+    """Multiply the tiles from `start` to `end`."""
     (count, groups), length = begin.shape, out.shape[1]
     turns = stored.shape[1] // groups
     row = len(levels) // count

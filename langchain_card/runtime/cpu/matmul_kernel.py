@@ -1,8 +1,8 @@
-"""The inner loop of `products`, as LLVM's vector operations: a tile of weights times some rows.
+"""The inner loop of `integer_matmul` in LLVM's vector operations: a tile of weights times several rows.
 
-32 outputs are a tile; 64 bytes of weights, of 16 outputs and 4 features, meet the same 4 features of a row in every
-lane. With VNNI that is one instruction. No library that installs with pip has a kernel of integer weights that is fast
-for one row as well as for some (docs/LOG.md).
+A tile is 32 outputs. 64 bytes of weights, of 16 outputs and 4 features, are multiplied with the same 4 features of a
+row in every lane; with VNNI this is one instruction. No library that pip installs has a kernel of integer weights that
+is fast for one row as well as for several (docs/LOG.md, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES, _SUMS, _FLOATS = (ir.VectorType(kind, count) for kind, count in ((_I8, 6
 
 @functools.cache
 def instructions() -> str | None:
-    """What multiplies here: "avx512vnni", "avxvnni" or "avx2"; None where there is none of them."""
+    """Return the best instruction set of this CPU: "avx512vnni", "avxvnni", "avx2", or None."""
     config: Any = numba.config
     of_host: Any = get_host_cpu_features
     features = (of_host() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
@@ -33,11 +33,11 @@ def instructions() -> str | None:
 
 
 BLOCK = 8 if instructions() == "avx512vnni" else 2
-"""Rows that a weight is used for while it lies in a register: there are half as many, half as wide, before AVX-512."""
+"""Rows that a weight serves while it lies in a register: CPUs without AVX-512 have fewer and narrower registers."""
 
 
 class _Builder:
-    """What the kernel says often.
+    """Shorthands for the kernel's frequent instructions.
 
     Args:
         b: llvmlite's builder.
@@ -61,14 +61,14 @@ class _Builder:
         return self.b.load(self.pointer(address, index, size, kind), align=1)
 
     def everywhere(self, number: Any) -> Any:
-        """An int32 in all lanes."""
+        """Copy an int32 to all lanes."""
         nothing = ir.Constant(_SUMS, ir.Undefined)
         return self.b.shuffle_vector(self.b.insert_element(nothing, number, _I32(0)), nothing, _SUMS([0] * LANES))
 
     def dot(self, sums: Any, weights: Any, levels: Any) -> Any:
-        """Adds to 16 sums four products each: of unsigned bytes with signed ones."""
+        """Add four products of unsigned and signed bytes to each of 16 sums."""
         if instructions() == "avx512vnni":
-            own = (self.b.bitcast(x, sums.type) for x in (weights, levels))  # LLVM 22 takes bytes, and this still
+            own = (self.b.bitcast(x, sums.type) for x in (weights, levels))  # LLVM 22 takes bytes, and accepts this too
             return self.call("llvm.x86.avx512.vpdpbusd.512", _SUMS, sums, *own)
         halves = [self._half(*(self._part(v, i) for v in (sums, weights, levels))) for i in range(2)]
         return self.b.shuffle_vector(*halves, _SUMS(list(range(LANES))))
@@ -88,7 +88,7 @@ class _Builder:
 
 
 def _tile(b: Any, num_rows: int, nibbles: bool, args: Any) -> None:
-    """Products of so many rows with a tile of weights: a loop over groups around one over the turns of each."""
+    """Multiply `num_rows` rows with a tile of weights: a loop over groups around a loop over their turns."""
     levels, begin, stored, scales, groups, turns, out, length = args
     k = _Builder(b)
     places = [(n, t) for n in range(num_rows) for t in range(2)]
@@ -156,11 +156,11 @@ def _kernel(nibbles: bool) -> Any:
         out: Any,
         length: Any,
     ) -> Any:
-        """Products of 1, 2, 4 or 8 rows, up to `BLOCK`, with a tile of weights.
+        """Multiply 1, 2, 4 or 8 rows, up to `BLOCK`, with a tile of weights.
 
-        Its arguments are integers, most of them addresses: how many rows; of levels [quads, rows, 4], begins
-        [rows, groups], stored weights and scales [groups, 32]; how many groups, and turns for each; of the output, and
-        the length of its rows.
+        All arguments are integers: the number of rows; the addresses of levels [quads, rows, 4], starts of sums
+        [rows, groups], stored weights, and scales [groups, 32]; the number of groups, and of turns in each; the address
+        of the output, and the length of its rows.
         """
 
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Row-stable attention, for CPUs.
+"""Row-stable attention for CPUs.
 
-A row's result has the same bits whatever rows run beside it, in whatever slots its keys lie and whether it is decoded
-or read with a text: every row is attended to by itself, over what it sees in order of position (`row_attention`).
+A row's result has the same bits whatever rows run beside it, wherever its keys lie, and whether it is decoded or read
+with a text: every row attends alone, over the positions that it sees, in order (`row_attention`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from langchain_card.runtime.cpu import row_attention, row_layers
 from langchain_card.runtime.cpu.compiled import Slots, cores
 from langchain_card.runtime.cpu.row_layers import Stack
 from langchain_card.runtime.kv_cache import KVPool
-from langchain_card.runtime.rows import Heads, Rows
+from langchain_card.runtime.rows import AttentionOptions, Rows
 
 EVERYTHING = 1 << 62
-"""The window of a layer that sees all positions."""
+"""Window of a layer that sees all positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowStablePlan:
-    """What attention needs to know of one forward pass over any rows.
+    """A plan of one forward pass over any rows.
 
     Attributes:
         pool: the sequences' KV.
@@ -35,22 +35,22 @@ class RowStablePlan:
     pool: KVPool
     seen: row_attention.Seen
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
-        """See `attention.StepPlan`."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend as `attention.StepPlan` demands."""
         kv = self.pool.layers[layer]
         q, k, v = (x[0].transpose(0, 1).to(kv.dtype).contiguous().numpy() for x in (query, key, value))
         with cores() as threads:
-            out = row_attention.attend(q, k, v, kv.numpy(), self.seen, wanted(heads, q.shape[2]), threads)
+            out = row_attention.attend(q, k, v, kv.numpy(), self.seen, kernel_heads(options, q.shape[2]), threads)
         return torch.from_numpy(out)[None].to(query.dtype)
 
     def decode(self, stack: Stack, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """All layers in one call.
+        """Run all layers in one call.
 
         Args:
-            stack: of the model.
+            stack: the model's layers.
             hidden: [1, rows, features]; replaced by the output.
             cos: [1, rows, head_dim], cosines of the rows' positions.
-            sin: likewise.
+            sin: [1, rows, head_dim], sines of the rows' positions.
         """
         with cores() as threads:
             row_layers.decode(
@@ -58,28 +58,29 @@ class RowStablePlan:
             )
 
 
-def wanted(heads: Heads, head_dim: int) -> row_attention.Heads:
-    """What a layer wants of its attention, in numbers."""
+def kernel_heads(options: AttentionOptions, head_dim: int) -> row_attention.Heads:
+    """Return a layer's options of attention as numbers for the kernel."""
     return row_attention.Heads(
-        EVERYTHING if heads.window is None else heads.window,
-        float(head_dim**-0.5 if heads.scaling is None else heads.scaling),
-        float(heads.softcap or 0.0),
+        EVERYTHING if options.window is None else options.window,
+        float(head_dim**-0.5 if options.scaling is None else options.scaling),
+        float(options.softcap or 0.0),
     )
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compiles what `attend` needs, or reads it from where it was kept: seconds that belong to no step."""
+    """Compile what `attend` needs, or load it from numba's cache; this takes seconds that no step should spend."""
     one, zero = torch.ones(1, 1, 1, dtype=dtype).numpy(), _numbers([0])
     seen = row_attention.Seen(zero, zero, zero + 1, _numbers([]), zero)
+    heads = kernel_heads(AttentionOptions(None, None, None), 1)
     with cores() as threads:
-        row_attention.attend(one, one, one, one[None].repeat(2, 0), seen, wanted(Heads(None, None, None), 1), threads)
+        row_attention.attend(one, one, one, one[None].repeat(2, 0), seen, heads, threads)
 
 
 def plan_step(batch: Sequence[Rows]) -> RowStablePlan:
-    """Says where the rows of a step go and what they see.
+    """Return a plan of where the rows of a step go and what they see.
 
     Args:
-        batch: at least one, all of one pool; rows are numbered in their order.
+        batch: at least one entry, all of one pool; rows are numbered in their order.
     """
     slots: list[int] = []
     first: list[int] = []

@@ -1,4 +1,4 @@
-"""Attention of rows over the slots that each sees, compiled by numba; see `row_stable`."""
+"""Attention of rows over the slots that each sees, compiled by numba; see `plan`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from langchain_card.runtime.cpu.row_kernels import exp
 
 @row_wise
 def _score(own: Array, keys: Array, slots: Any, scores: Array) -> None:
-    """Products of a query with the keys in `slots`, four at a time."""
+    """Multiply a query with the keys in `slots`, four at a time."""
     for j in range(0, len(slots), 4):
         k0, k1, k2, k3 = keys[slots[j]], keys[slots[j + 1]], keys[slots[j + 2]], keys[slots[j + 3]]
         s0 = s1 = s2 = s3 = own.dtype.type(0)
@@ -27,7 +27,7 @@ def _score(own: Array, keys: Array, slots: Any, scores: Array) -> None:
 
 @row_wise
 def _mix(chances: Array, values: Array, slots: Any, out: Array) -> None:
-    """The values in `slots` by their chances, four at a time."""
+    """Sum the values in `slots`, weighted by their probabilities, four at a time."""
     out[:] = 0
     for j in range(0, len(slots), 4):
         v0, v1, v2, v3 = values[slots[j]], values[slots[j + 1]], values[slots[j + 2]], values[slots[j + 3]]
@@ -38,7 +38,7 @@ def _mix(chances: Array, values: Array, slots: Any, out: Array) -> None:
 
 @row_wise
 def _to_chances(scores: Array, factor: Any, cap: Any, count: int, bits: Any) -> None:
-    """Softmax of the first `count` scores, in place; the others get none."""
+    """Apply softmax to the first `count` scores, in place; the others become 0."""
     for i in range(count):
         scores[i] *= factor
     if cap > 0:
@@ -71,14 +71,14 @@ def _to_chances(scores: Array, factor: Any, cap: Any, count: int, bits: Any) -> 
 
 
 class Seen(NamedTuple):
-    """What the rows of a step see, and where they go.
+    """The slots that the rows of a step see, and those that they are written to.
 
     Attributes:
-        slots: [rows] where each row's key and value go.
+        slots: [rows] slot for each row's key and value.
         first: [rows] slot of each row's position 0; its committed positions follow.
-        starts: [rows] how many of those it sees.
-        paths: slots of what it sees after them, of all rows, one row after another.
-        ends: [rows] where in `paths` each row's end.
+        starts: [rows] number of committed positions that each row sees.
+        paths: slots that each row sees after those, of all rows, one row after another.
+        ends: [rows] end of each row's slots in `paths`.
     """
 
     slots: Slots
@@ -89,12 +89,12 @@ class Seen(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What a layer wants of its attention; see `rows.Heads`.
+    """The options of a layer's heads as numbers; see `rows.AttentionOptions`.
 
     Attributes:
-        window: how many of the last positions a row sees, at most.
-        scaling: of the scores.
-        softcap: bound that they are bent to; 0 for none.
+        window: largest number of last positions that a row sees.
+        scaling: factor of the scores.
+        softcap: bound of the scores; 0 for none.
     """
 
     window: int
@@ -104,19 +104,19 @@ class Heads(NamedTuple):
 
 @compiled()
 def attend(q: Array, k: Array, v: Array, kv: Array, seen: Seen, heads: Heads, threads: int) -> Array:
-    """Writes rows' keys and values, and attends; each row over what it sees, in order of position.
+    """Write rows' keys and values, and attend, each row over the positions that it sees, in order.
 
-    A row's arithmetic depends on nothing but its query and the keys and values that it sees: not on where they lie, nor
-    on which of them came in the same step.
+    A row's arithmetic depends only on its query and the keys and values that it sees: not on their slots, nor on which
+    of them were written in the same step.
 
     Args:
-        q: [rows, heads, head_dim], float32 or float64 as all that follows.
+        q: [rows, heads, head_dim], float32 or float64 like all that follows.
         k: [rows, kv_heads, head_dim].
-        v: likewise.
+        v: [rows, kv_heads, head_dim].
         kv: [2, kv_heads, slots, head_dim], keys and values of a layer.
-        seen: of the rows.
-        heads: of the layer.
-        threads: of `compiled.cores`.
+        seen: slots of the rows.
+        heads: options of the layer.
+        threads: a result of `compiled.cores`.
 
     Returns:
         [rows, heads, head_dim].
@@ -140,7 +140,7 @@ def _attend_together(q: Array, kv: Array, seen: Seen, heads: Heads, out: Array, 
 
 @row_wise
 def _attend(q: Array, kv: Array, seen: Seen, heads: Heads, out: Array, thread: int, threads: int) -> None:
-    """A thread's share of rows and heads."""
+    """Attend for a thread's share of rows and heads."""
     kv_heads = kv.shape[1]
     group = q.shape[1] // kv_heads
     factor, cap = q.dtype.type(heads.scaling), q.dtype.type(heads.softcap)

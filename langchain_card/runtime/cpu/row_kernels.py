@@ -1,7 +1,7 @@
-"""What a decoder layer does to a row between the matrix products; compiled by numba.
+"""The operations of a decoder layer on a row between the matrix products, compiled by numba.
 
-Every row is treated by itself, so that its bits never depend on its neighbours. Arrays are float32 and contiguous. A
-"scaled" row lies in [-1, 1] and is rotated in blocks (`int8.rotate`); its scale, one number, takes it back.
+Each row is computed alone, so that its bits never depend on its neighbours. Arrays are float32 and contiguous. A
+"scaled" row lies in [-1, 1] and is rotated in blocks (`int8.rotate`); its scale is the factor that was divided out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_SIGN = np.int32(0x7FFFFFFF)
 
 @row_wise
 def _largest_magnitude(bits: Any) -> np.float32:
-    """Of floats, given as integers: without their signs both are in the same order, and this one runs in vectors."""
+    """Return the largest magnitude of floats, read as integers: without signs their order is the same, in vectors."""
     top = np.int32(0)
     for i in range(len(bits)):
         top = max(top, bits[i] & _NO_SIGN)
@@ -36,7 +36,7 @@ def _largest_magnitude(bits: Any) -> np.float32:
 
 @row_wise
 def scale_row(row: Array) -> np.float32:
-    """In place: rotates whole blocks and divides by the largest magnitude; returns the scale."""
+    """Rotate whole blocks and divide by the largest magnitude, in place; return the scale."""
     factor, half = _ONE, BLOCK // 2
     if len(row) % BLOCK == 0:
         factor, other = _ROOT, np.empty(BLOCK, dtype=np.float32)
@@ -59,7 +59,7 @@ def scale_row(row: Array) -> np.float32:
 
 @row_wise
 def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
-    """RMS norm."""
+    """Apply an RMS norm."""
     total = np.float32(0.0)
     for i in range(len(x)):
         total += x[i] * x[i]
@@ -70,7 +70,7 @@ def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
 
 @row_wise
 def exp(row: Array, bits: Any) -> None:
-    """Exponentials, in place, of float32 up to 87; by Cephes' series, for that runs in vectors. `bits` is scratch."""
+    """Exponentiate float32 up to 87 in place, by Cephes' series, which runs in vectors. `bits` is scratch."""
     for i in range(len(row)):
         x = max(row[i], -_EXP_LIMIT)
         k = np.floor(x * _LOG2_E + _HALF)
@@ -90,10 +90,10 @@ def exp(row: Array, bits: Any) -> None:
 
 @row_wise
 def gate_row(y: Array, factor: np.float32, out: Array, bits: Any) -> None:
-    """SiLU(gate) * up.
+    """Compute SiLU(gate) * up.
 
     Args:
-        y: at least 2 x features, products of a scaled row: gates, then ups.
+        y: [at least 2 x features] products of a scaled row: gates, then ups.
         factor: the scale of that row.
         out: [features].
         bits: int32 [features], scratch.
@@ -112,19 +112,19 @@ def split_heads(
     y: Array, factor: np.float32, bias: Array, cos: Array, sin: Array, norms: Array, eps: np.float32,
     q: Array, k: Array, v: Array,
 ) -> None:  # fmt: skip
-    """Queries and keys, rotated to their position, and values, of one row.
+    """Compute queries and keys, rotated to their position, and values, of one row.
 
     Args:
-        y: [all heads x head_dim] at least, products of a scaled row: queries, keys, values.
+        y: [at least all heads x head_dim] products of a scaled row: queries, keys, values.
         factor: the scale of that row.
         bias: [all heads x head_dim], or empty.
         cos: [head_dim], cosines of the row's position.
-        sin: likewise.
+        sin: [head_dim], sines of the row's position.
         norms: [2, head_dim] weights of an RMS norm for queries and keys (Qwen 3), or empty.
-        eps: of those norms.
-        q: [heads, head_dim], to be filled.
-        k: likewise.
-        v: likewise.
+        eps: epsilon of those norms.
+        q: [heads, head_dim], output.
+        k: [kv_heads, head_dim], output.
+        v: [kv_heads, head_dim], output.
     """
     (num_q, size), num_k = q.shape, len(k)
     half = size // 2

@@ -1,8 +1,8 @@
-"""Decoder layers of the common kind over any rows, compiled: all in one call, or each in two around its attention.
+"""Compiled decoder layers of the common kind over any rows: all in one call, or each in two around its attention.
 
-On a CPU a step of a small model would be half small operations: dozens a layer, each with its own dispatch, and all of
-them cold, because the weights have just been read through the caches. Here rows are normed, rotated, scaled and rounded
-for the integer kernel in one pass, and shared out to the threads.
+On a CPU half of a small model's step would be small operations: dozens per layer, each with its own dispatch, and all
+with cold caches, which the weights have just passed through. Here rows are normed, rotated, scaled and rounded for the
+integer kernel in one pass, and shared among the threads.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from langchain_card.runtime.cpu.row_kernels import gate_row, norm_row, scale_row
 
 
 class Stack(NamedTuple):
-    """All decoder layers of a model. Every array has the layer first.
+    """The weights of all decoder layers of a model. Each array has the layer first.
 
     Attributes:
         norms: [layers, 2, features] weights of the RMS norms.
-        eps: [layers, 2] of those norms.
+        eps: [layers, 2] epsilons of those norms.
         qkv: matrices of queries, keys and values.
-        bias: [layers, outputs] of that product, or [layers, 0].
+        bias: [layers, outputs] bias of that product, or [layers, 0].
         head_norms: [layers, 2, head_dim] weights of an RMS norm for queries and keys, or [layers, 0, 0].
-        head_eps: [layers] of those norms.
-        out: matrices.
+        head_eps: [layers] epsilons of those norms.
+        out: matrices after attention.
         gate_up: matrices of gates and ups.
-        down: matrices.
-        windows, scalings, softcaps: [layers] of `row_attention.Heads`.
-        num_heads, num_kv_heads: of each layer.
+        down: matrices after the gates.
+        windows, scalings, softcaps: [layers] fields of `row_attention.Heads`.
+        num_heads, num_kv_heads: number of heads of each layer.
     """
 
     norms: Array
@@ -53,16 +53,16 @@ class Stack(NamedTuple):
 
 @compiled()
 def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: Array, seen: Seen, threads: int) -> None:
-    """All layers.
+    """Run all layers.
 
     Args:
         x: [rows, features]; replaced by the output.
-        stack: of the model.
+        stack: the model's layers.
         cos: [rows, head_dim], cosines of the rows' positions.
-        sin: likewise.
+        sin: [rows, head_dim], sines of the rows' positions.
         kv: [layers, 2, kv_heads, slots, head_dim].
-        seen: by the rows.
-        threads: of `compiled.cores`.
+        seen: slots of the rows.
+        threads: a result of `compiled.cores`.
     """
     rows, size = cos.shape
     q = np.empty((rows, stack.num_heads, size), np.float32)
@@ -83,13 +83,13 @@ def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: Array, seen: Seen
 
 @compiled()
 def linear(x: Array, weights: Weights, bias: Array, threads: int) -> Array:
-    """A linear layer.
+    """Run a linear layer.
 
     Args:
         x: [rows, features].
-        weights: of the layer.
+        weights: the layer's matrix.
         bias: [outputs], or empty.
-        threads: of `compiled.cores`.
+        threads: a result of `compiled.cores`.
 
     Returns:
         [rows, outputs].
@@ -110,22 +110,22 @@ def heads(
     x: Array, norm: Array, eps: np.float32, qkv: Weights, bias: Array, cos: Array, sin: Array, head_norms: Array,
     head_eps: np.float32, q: Array, k: Array, v: Array, threads: int,
 ) -> None:  # fmt: skip
-    """From a layer's input to its attention.
+    """Run a layer from its input to the queries, keys and values of its attention.
 
     Args:
         x: [rows, features].
         norm: [features] weight of the first norm.
-        eps: of that norm.
+        eps: epsilon of that norm.
         qkv: matrix of queries, keys and values.
-        bias: of that product, or empty.
+        bias: bias of that product, or empty.
         cos: [rows, head_dim], cosines of the rows' positions.
-        sin: likewise.
-        head_norms: see `row_kernels.split_heads`.
-        head_eps: of those norms.
-        q: [rows, heads, head_dim], to be filled.
-        k: likewise.
-        v: likewise.
-        threads: of `compiled.cores`.
+        sin: [rows, head_dim], sines of the rows' positions.
+        head_norms: `norms` of `row_kernels.split_heads`.
+        head_eps: epsilon of those norms.
+        q: [rows, heads, head_dim], output.
+        k: [rows, kv_heads, head_dim], output.
+        v: [rows, kv_heads, head_dim], output.
+        threads: a result of `compiled.cores`.
     """
     y, scale = _product(x, norm, eps, qkv, threads)
     for n in range(len(x)):
@@ -136,17 +136,17 @@ def heads(
 def rest(
     x: Array, attended: Array, out: Weights, norm: Array, eps: np.float32, gate_up: Weights, down: Weights, threads: int
 ) -> None:
-    """From its attention to a layer's output.
+    """Run a layer from the results of its attention to its output.
 
     Args:
         x: [rows, features], the layer's input; replaced by its output.
         attended: [rows, heads x head_dim].
-        out: matrix.
+        out: matrix after attention.
         norm: [features] weight of the second norm.
-        eps: of that norm.
+        eps: epsilon of that norm.
         gate_up: matrix of gates and ups.
-        down: matrix.
-        threads: of `compiled.cores`.
+        down: matrix after the gates.
+        threads: a result of `compiled.cores`.
     """
     y, scale = _product(attended, np.empty(0, np.float32), np.float32(0), out, threads)
     _add(x, y, scale)
@@ -161,7 +161,7 @@ def rest(
 
 @compiled()
 def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, threads: int) -> tuple[Array, Array]:
-    """Products of rows, which are normed before if there is a norm; and their scales [rows]."""
+    """Multiply rows, normed first if there is a norm; return the products and the rows' scales [rows]."""
     scale = np.empty(len(x), np.float32)
     levels, begin = empty_levels(len(x), weights)
     if threads == 1 or len(x) == 1:
@@ -176,7 +176,7 @@ def _read(
     x: Array, norm: Array, eps: np.float32, weights: Weights, scale: Array, levels: Levels, begin: Sums,
     thread: int, threads: int,
 ) -> None:  # fmt: skip
-    """One thread's rows."""
+    """Norm, scale and round a thread's rows."""
     row = np.empty(x.shape[1], np.float32)
     for n in range(thread, len(x), threads):
         if len(norm):
@@ -197,7 +197,7 @@ def _read_together(
 
 @compiled()
 def _gate(y: Array, scale: Array, weights: Weights, levels: Levels, begin: Sums, thread: int, threads: int) -> None:
-    """One thread's rows; their scales are replaced."""
+    """Gate, scale and round a thread's rows; their scales are replaced."""
     row, bits = np.empty(weights.features, np.float32), np.empty(weights.features, np.int32)
     for n in range(thread, len(y), threads):
         gate_row(y[n], scale[n], row, bits)
@@ -213,7 +213,7 @@ def _gate_together(y: Array, scale: Array, weights: Weights, levels: Levels, beg
 
 @row_wise
 def _add(x: Array, y: Array, scale: Array) -> None:
-    """Adds products of scaled rows to `x`."""
+    """Add products of scaled rows to `x`."""
     for n in range(len(x)):
         for i in range(x.shape[1]):
             x[n, i] += y[n, i] * scale[n]

@@ -18,8 +18,8 @@ from langchain_card.engine import build, drafter_hosts
 from langchain_card.engine.drafter_hosts import needs_process
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError, InvalidInputError, ModelStoreError
-from langchain_card.models.devices import find_device
 from langchain_card.models.loader import ModelSpec, Pair, resolve
+from langchain_card.models.placement import find_device
 from langchain_card.runtime.threads import ThreadPlan, single_threaded
 from tests.simulation import FixedPolicy
 from tests.support import naive

@@ -113,7 +113,7 @@ def test_planted_layer_that_computes_something_else_is_not_taken(
         elif planted == "bias":
             self._bias = self._bias * 0
         else:
-            self._heads = self._heads._replace(scaling=0.1)
+            self._options = self._options._replace(scaling=0.1)
 
     spec = resolve(EngineConfig(folder, None, quantization="int8")).target
     assert num_fused(load_model(spec)) == 2
