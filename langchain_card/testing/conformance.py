@@ -75,7 +75,7 @@ class DrafterConformance(DrafterContract):
 
     @pytest.mark.parametrize("arch", ARCHS)
     def test_every_answer_is_the_targets_own(self, arch: str) -> None:
-        """Greedy and sampled answers equal those of the plain loop, under every schedule, with several requests at once."""
+        """Greedy and sampled answers equal the plain loop's, under every schedule, with several requests at once."""
         with prompts.running(arch, self.wrapped()) as engine:
             for schedule in SCHEDULES:
                 self._compare_answers(engine, arch, schedule)
@@ -137,7 +137,7 @@ class DrafterConformance(DrafterContract):
 
     @pytest.mark.parametrize("transport", ["inline", "thread", "process"])
     def test_it_answers_the_same_wherever_it_runs(self, transport: str) -> None:
-        """Answers are the same on the target's thread, on a thread of its own, and, if paced, in a process of its own."""
+        """Answers are the same on the target's thread, on another thread, and, if paced, in a process of its own."""
         if transport != "process":
             factory = self.wrapped(paced=transport == "thread")
             with prompts.running(ARCHS[0], factory) as engine:
@@ -179,9 +179,8 @@ def _chances(case: PromptCase) -> dict[tuple[int, ...], float]:
         after = dict[tuple[int, ...], float]()
         for text, chance in texts.items():
             logits = naive.reading(model)([*case.prompt_ids, *text])
-            chances = naive.process(logits, case.prompt_ids, text, case.params).softmax(dim=-1)[
-                torch.tensor(LETTER_IDS)
-            ]
+            scores = naive.process(logits, case.prompt_ids, text, case.params)
+            chances = scores.softmax(dim=-1)[torch.tensor(LETTER_IDS)]
             after.update({(*text, token): chance * float(p) for token, p in zip(LETTER_IDS, chances, strict=True)})
         texts = after
     last = dict.fromkeys((text[1:] for text in texts), 0.0)

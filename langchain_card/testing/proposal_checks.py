@@ -78,7 +78,7 @@ class ProposalLog:
     def _check_root(self, p: Proposal) -> None:
         assert 0 <= p.root < p.first, f"root = {p.root}: it must be a node before first = {p.first}"
         assert 0 <= p.applied_len <= len(self.answer), (
-            f"applied_len = {p.applied_len}: only {len(self.answer)} tokens of the answer were committed so far"
+            f"applied_len = {p.applied_len}: it must be from 0 to {len(self.answer)}, the length of the answer so far"
         )
         root, proposed = tuple(self.answer[: p.applied_len]), self._nodes[p.root]
         assert proposed is None or proposed == root, (

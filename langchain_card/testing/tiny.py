@@ -57,7 +57,7 @@ def save_random(config: Any, folder: Path) -> str:
 
 
 def make_draft(target: str, folder: Path, noise: float, seed: int = 1) -> str:
-    """Make a draft: the target's weights plus noise, in units of each tensor's standard deviation; return its folder."""
+    """Make a draft, the target's weights plus noise (in standard deviations of each tensor); return its folder."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():
