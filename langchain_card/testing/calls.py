@@ -155,9 +155,7 @@ class DrafterContract:
         run.end()
         run.end()
         drafter.correct(run.request_id, 9, (1, 2))
-        assert drafter.step([Budget(run.request_id)]) == [], (
-            "an ended request has a proposal: it must have none"
-        )
+        assert drafter.step([Budget(run.request_id)]) == [], "an ended request has a proposal: it must have none"
         drafter.close()
         fresh.close()
 
