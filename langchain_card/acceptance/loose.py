@@ -107,7 +107,7 @@ class LooseRule:
         return list(doubt.tolist())
 
     def is_exact(self, request: Request) -> bool:
-        """Return True for requests with a grammar, with stop strings (none may be skipped) or with log-probabilities."""
+        """Return True for requests with a grammar, stop strings (none may be skipped) or log-probabilities."""
         params = request.params
         return bool(params.grammar or params.stop) or params.logprobs is not None
 
@@ -138,7 +138,7 @@ class LooseRule:
         return next((child for child in free if self._agrees_after(window, child, agreed)), None)
 
     def _agrees_after(self, window: Window, row: int, agreed: dict[int, int]) -> bool:
-        """Return True if W candidates follow a row on one path and the target chose them (in `released`, W - 1 of them)."""
+        """Return True if W candidates follow on one path and the target chose them; `released` leaves the last open."""
         for _ in range(self._window - (self._reading == "released")):
             if row not in agreed:
                 return False
