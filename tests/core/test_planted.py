@@ -209,7 +209,7 @@ def test_planted_the_place_of_one_who_was_put_back_stays_taken(monkeypatch: Patc
 def test_planted_an_answer_ends_early(monkeypatch: Patch) -> None:
     """One token is missing, and the reason is that of a whole answer."""
     monkeypatch.setattr(coordinator, "cut", replaced(cut, "request.params.max_tokens - num", "2 - num", walking))
-    caught("not whole", "one after the other")
+    caught("not complete", "one after the other")
 
 
 def test_planted_a_target_that_dies_takes_all_requests_with_it(monkeypatch: Patch) -> None:
