@@ -193,7 +193,7 @@ class DrafterContract:
             fresh.close()
 
     def test_ended_requests_are_freed(self) -> None:
-        """What the drafter keeps alive does not grow when the same requests come again under new ids."""
+        """Memory that the drafter keeps alive does not grow when the same requests come again under new ids."""
         drafter, texts, ids = self.fresh(), self.texts()[1:3], itertools.count(10_000)
 
         def size_after(count: int) -> int:
