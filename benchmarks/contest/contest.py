@@ -19,7 +19,7 @@ from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Policy
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.runtime.threads import num_cores
-from tests.simulation.simulated import Answer, Simulation
+from tests.simulation.simulated import SimulatedAnswer, Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
 
 TOKENS = 1000
@@ -112,7 +112,7 @@ def card(
         for i, trace in enumerate(library.traces)
     ]
     simulation = Simulation(target, drafter, policy, limits, slowdown)
-    answers: list[Answer] = simulation.run(requests)
+    answers: list[SimulatedAnswer] = simulation.run(requests)
     for answer, trace in zip(answers, traces, strict=True):
         assert tuple(answer.token_ids) == trace.token_ids, "a simulated answer is not the recorded one"
     return sum(len(trace.token_ids) for trace in traces) / simulation.now

@@ -1,1 +1,1 @@
-"""Rules other than the exact one (core/walk.py), one file each. All of them are lossy."""
+"""Lossy acceptance rules, one file each; the exact rule is in core/walk.py."""

@@ -1,22 +1,24 @@
-"""Loosely speculative decoding (FLy, arXiv 2511.22972): a lossy rule.
+"""Loosely speculative decoding (FLy, arXiv 2511.22972): a lossy acceptance rule.
 
-Where the target would have said another token than the draft, but was in doubt, and agrees with all that the draft
-says next, the draft's token is *rescued*: it stays in the answer, in the place of the target's own. What comes of it
-reads well and may say something else: type hints that were asked for are dropped where the code around them is the
-same (tests/acceptance/test_loose_real.py). The answer is not what the target would have written.
+Suppose that the target would have chosen another token than the draft, but was in doubt, and agrees with all that the
+draft proposes next. Then the draft's token is *rescued*: it stays in the answer instead of the target's own. Such an
+answer is not what the target would have written. It reads well, but may have another meaning: type hints that the user
+wanted are dropped where the code around them is the same (tests/acceptance/test_loose_real.py).
 
-Paper and released code differ, so both readings are here:
+The paper and its released code differ, so both readings are here:
 
 | | `paper` | `released` |
 | --- | --- | --- |
-| doubt | entropy over the logarithm of the vocabulary's size, 0 to 1 | in nats, of the three likeliest tokens alone |
+| doubt | entropy divided by the logarithm of the vocabulary's size, 0 to 1 | in nats, of the three likeliest tokens |
 | a window of W | W tokens after the mismatch | W - 1 tokens after it |
 
-Nothing is rescued within the last W candidates of a path (j + W <= K). The authors' code draws two tokens where it
-samples; here the target's own draw, keyed by seed and position, is what a candidate must equal. Ours, too: end of text
-and control tokens, those that are banned and those with a negative bias are never rescued nor passed over, and requests
-with a grammar or stop strings, and those that want log-probabilities, are answered exactly. `top_k`, `top_p` and
-`min_p` bind the target's choices and no rescue: it may be a token that they rule out.
+Nothing is rescued within the last W candidates of a path (j + W <= K). The authors' code samples two tokens at a time;
+here a candidate must equal the target's one draw, keyed by seed and position. Three limits are additions of this
+package:
+
+- End-of-text tokens, control tokens, banned tokens and those with a negative bias are neither rescued nor replaced.
+- Requests with a grammar, with stop strings or with log-probabilities are answered exactly.
+- `top_k`, `top_p` and `min_p` restrict the target's choices only: a rescued token may be outside them.
 """
 
 from __future__ import annotations
@@ -39,22 +41,25 @@ if TYPE_CHECKING:
 
 READINGS = ("paper", "released")
 THRESHOLD = 0.3
+"""Default doubt from which on a mismatch may be rescued."""
+
 MEMORY = 512
-"""Mismatches that a quantile is taken of, the latest ones."""
+"""Latest mismatches that the quantile is computed from; chosen to follow the text, and to be sorted quickly."""
+
 FEWEST = 16
-"""Mismatches before a quantile is known: until then the gate stays shut."""
+"""Mismatches before the first rescue by quantile; chosen so that a quantile has a meaning."""
 
 
 class LooseRule:
-    """Rescues candidates where the target was in doubt and then went along.
+    """Rescues candidates where the target was in doubt and agreed with the tokens after them.
 
     Args:
-        setting: whose end-of-text and control tokens are never touched.
+        setting: of the engine; its end-of-text and control tokens are never rescued or replaced.
         reading: `"released"` or `"paper"`.
-        threshold: doubt from which on the gate is open; 0.3 by default. `Infinity` makes the rule exact.
-        quantile: in its place, the share of the latest mismatches at which the gate stays shut, 0 to 1; 1 makes the
+        threshold: doubt from which on a candidate may be rescued; 0.3 by default. `Infinity` makes the rule exact.
+        window: W, in tokens.
+        quantile: instead of a threshold, the share of the latest mismatches with too little doubt, 0 to 1; 1 makes the
             rule exact.
-        window: W, tokens.
     """
 
     name, lossy = "loose", True
@@ -78,38 +83,38 @@ class LooseRule:
         self._reading, self._window, self._quantile = reading, window, quantile
         special = control_tokens(setting.tokenizer).ids if setting.tokenizer is not None else ()
         self._special = frozenset((*setting.eos_ids, *special))
-        self._seen: deque[float] = deque(maxlen=MEMORY)
+        self._doubts: deque[float] = deque(maxlen=MEMORY)
 
     def copy(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
-        copied._seen = self._seen.copy()
+        copied._doubts = self._doubts.copy()
         return copied
 
     def measure(self, logits: Tensor) -> list[float]:
-        """How much in doubt the target is, by row: see the table above. Of the logits before penalties and temperature.
+        """Return the target's doubt for each row, as the table above defines it.
 
         Args:
-            logits: [rows, vocabulary].
+            logits: [rows, vocabulary], before penalties and temperature.
         """
         logprobs = logits.double().log_softmax(dim=-1)
         if self._reading == "released":
             logprobs = logprobs.topk(min(3, logits.shape[-1])).values
-        doubt = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(dim=-1)  # what cannot be said adds nothing
+        doubt = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(dim=-1)  # tokens without a chance add nothing
         if self._reading == "paper":
             doubt /= math.log(logits.shape[-1])
         return list(doubt.tolist())
 
     def is_exact(self, request: Request) -> bool:
-        """With a grammar, stop strings (none may be passed by) or log-probabilities."""
+        """Return True for requests with a grammar, stop strings (none may be skipped) or log-probabilities."""
         params = request.params
         return bool(params.grammar or params.stop) or params.logprobs is not None
 
     def walk(self, window: Window, verdict: Verdict, request: Request) -> tuple[list[int], list[int]]:
-        """Follows the target's own tokens as far as they go, and a rescued candidate from there."""
+        """Follow the candidates that the target chose, and rescued ones where it chose another token."""
         child, target_ids = children(window), verdict.target_ids
-        agreed = {row: found for row, own in enumerate(target_ids) if (found := child.get((row, own))) is not None}
+        agreed = {row: child[row, token] for row, token in enumerate(target_ids) if (row, token) in child}
         exact = not verdict.measured or self.is_exact(request)
         row: int | None = 0
         rows: list[int] = []
@@ -123,28 +128,28 @@ class LooseRule:
     def _rescued(
         self, window: Window, verdict: Verdict, request: Request, row: int, agreed: dict[int, int]
     ) -> int | None:
-        """The likeliest candidate after a row that may stay although the target chose another token; None for none."""
-        unwanted = (token for token, bias in request.params.logit_bias if bias < 0)
-        untouchable = self._special.union(request.eos_ids, request.params.banned_ids, unwanted)
-        if not self._opens(verdict.measured[row]) or verdict.target_ids[row] in untouchable:
+        """Return the row of the likeliest candidate that may be rescued after a row; None if there is none."""
+        disfavored = (token for token, bias in request.params.logit_bias if bias < 0)
+        protected = self._special.union(request.eos_ids, request.params.banned_ids, disfavored)
+        if not self._is_doubtful(verdict.measured[row]) or verdict.target_ids[row] in protected:
             return None
-        candidates = (found for found, parent in enumerate(window.parents) if parent == row)
-        free = (found for found in candidates if window.token_ids[found] not in untouchable)
-        return next((found for found in free if self._goes_along(window, found, agreed)), None)
+        candidates = (child for child, parent in enumerate(window.parents) if parent == row)
+        free = (child for child in candidates if window.token_ids[child] not in protected)
+        return next((child for child in free if self._agrees_after(window, child, agreed)), None)
 
-    def _goes_along(self, window: Window, row: int, agreed: dict[int, int]) -> bool:
-        """Whether W candidates stand below a row on one path, and the target chose them all: the last perhaps not."""
+    def _agrees_after(self, window: Window, row: int, agreed: dict[int, int]) -> bool:
+        """Return True if W candidates follow on one path and the target chose them; `released` leaves the last open."""
         for _ in range(self._window - (self._reading == "released")):
             if row not in agreed:
                 return False
             row = agreed[row]
         return self._reading == "paper" or row in window.parents
 
-    def _opens(self, doubt: float) -> bool:
-        """Whether a mismatch's doubt is large enough; by quantile, in comparison with those seen before it."""
+    def _is_doubtful(self, doubt: float) -> bool:
+        """Return True if a mismatch has enough doubt: by threshold, or in comparison with the mismatches before it."""
         if self._quantile is None:
             return doubt >= self._threshold
-        ordered = sorted(self._seen)
+        ordered = sorted(self._doubts)
         rank = int(self._quantile * len(ordered))
-        self._seen.append(doubt)
+        self._doubts.append(doubt)
         return len(ordered) >= FEWEST and rank < len(ordered) and doubt >= ordered[rank]

@@ -1,6 +1,6 @@
-"""Tests for drafters that other packages write: `DrafterConformance`, and the plain loop that it compares with.
+"""Tests for drafters of other packages: `DrafterConformance`, and the plain loop that it compares answers with.
 
-`DrafterConformance` needs the extra `testing` (pytest) and is imported when it is first used.
+`DrafterConformance` needs the extra `testing` (pytest) and is imported at its first use.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ def __getattr__(name: str) -> Any:
         if error.name != "pytest":
             raise
         hint = "pip install 'langchain-card[testing]'"
-        raise ModuleNotFoundError(f"pytest is missing, which the suite needs: {hint}", name=error.name) from error
+        raise ModuleNotFoundError(f"the suite needs pytest, which is missing: {hint}", name=error.name) from error
     return DrafterConformance

@@ -1,4 +1,4 @@
-"""The books of an engine: what was proposed, verified, accepted and counted, entered as it happens."""
+"""`Ledger`: an independent count of what an engine proposes, verifies and accepts, to compare its statistics with."""
 
 from __future__ import annotations
 
@@ -13,56 +13,57 @@ from langchain_card.core import messages as m
 from langchain_card.core.request import RequestStats
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
-from langchain_card.testing.proposal_checks import Heard, Prefix
+from langchain_card.testing.proposal_checks import Prefix, ProposalLog
 
 
 @dataclass
 class Account:
-    """One request's.
+    """The counts of one request.
 
     Attributes:
-        answer: committed so far.
-        proposed: by drafter, what it has said in all its lives, by the text under which it said so.
-        forwarded: candidates that drafts expanded.
-        candidates, dropped: that came; that were not entered.
-        rounds, verified: windows, and candidates in them.
-        accepted: by drafter.
-        hits: rounds whose last token was a candidate already.
+        answer: tokens committed so far.
+        proposed: proposed tokens by drafter, and by the text that they follow; restarts of a drafter included.
+        logs: the present incarnation of each drafter, and its proposals.
+        candidates: candidates received.
+        rounds: windows with a verdict.
+        verified: candidates in windows.
+        accepted: accepted candidates by drafter.
     """
 
     answer: list[int] = field(default_factory=list)
     proposed: dict[str, dict[Prefix, set[int]]] = field(default_factory=dict)
-    heard: dict[str, tuple[int, Heard]] = field(default_factory=dict)
+    logs: dict[str, tuple[int, ProposalLog]] = field(default_factory=dict)
     candidates: int = 0
     rounds: int = 0
     verified: int = 0
     accepted: Counter[str] = field(default_factory=Counter)
 
     def was_proposed(self, prefix: Prefix, token: int, by: str | None = None) -> bool:
-        """Whether some drafter, or this one, has proposed the token after this very answer."""
-        return any(token in said.get(prefix, ()) for name, said in self.proposed.items() if by in (None, name))
+        """Return True if any drafter, or the drafter `by`, proposed the token after this very answer."""
+        return any(token in tokens.get(prefix, ()) for name, tokens in self.proposed.items() if by in (None, name))
 
 
 class Ledger:
-    """Watches an engine while the block runs; `check` compares what it counted with what the engine did.
+    """Watches an engine and counts; `check` compares the counts with the engine's statistics.
 
     Args:
         vocab_size: of the target.
 
     Attributes:
         accounts: by request id.
+        errors: what contradicts itself.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.accounts: dict[int, Account] = {}
-        self.wrong: list[str] = []
+        self.errors: list[str] = []
 
     @contextlib.contextmanager
     def watching(self, engine: Engine) -> Iterator[Self]:
-        """Enters all that happens in the engine, which runs in this process."""
+        """Watch an engine that runs in this process, while the block runs."""
         driver = engine.backend
-        assert isinstance(driver, Driver), "an isolated engine keeps its books elsewhere"
+        assert isinstance(driver, Driver), "an isolated engine cannot be watched: its events are in another process"
         handle = driver.coordinator.handle
 
         def watched(event: m.Event) -> list[m.Effect]:
@@ -80,31 +81,34 @@ class Ledger:
             driver.coordinator.handle = handle  # type: ignore[method-assign]
 
     def check(self, request_id: int, stats: RequestStats) -> None:
-        """Raises AssertionError where the engine's figures of a request that ended are not those of the books."""
-        assert not self.wrong, "; ".join(self.wrong[:3])
-        own = self.accounts[request_id]
+        """Raise AssertionError if the statistics of a request that has ended differ from the counts."""
+        assert not self.errors, "; ".join(self.errors[:3])
+        account = self.accounts[request_id]
         counted = {
-            "output_tokens": len(own.answer),
-            "rounds": own.rounds,
-            "verified": own.verified,
-            "accepted": own.accepted.total(),
-            "accepted_by_source": dict(own.accepted),
+            "output_tokens": len(account.answer),
+            "rounds": account.rounds,
+            "verified": account.verified,
+            "accepted": account.accepted.total(),
+            "accepted_by_source": dict(account.accepted),
         }
-        told = {name: getattr(stats, name) for name in counted}
-        assert told == counted, f"the engine counts {told}, the books say {counted}"
-        assert stats.accepted <= stats.verified, f"{stats.accepted} accepted of {stats.verified} verified"
+        reported = {name: getattr(stats, name) for name in counted}
+        assert reported == counted, f"the engine reports {reported}, but the ledger counted {counted}"
+        assert stats.accepted <= stats.verified, f"accepted = {stats.accepted}, but verified = {stats.verified}"
         assert stats.accepted <= stats.output_tokens <= stats.accepted + stats.rounds, (
-            f"{stats.output_tokens} tokens: each round gives one of the target's own at most, beside what was accepted"
+            f"output_tokens = {stats.output_tokens}: must be from accepted = {stats.accepted} to accepted + rounds = "
+            f"{stats.accepted + stats.rounds}, because a round adds one token of the target's own at most"
         )
-        assert 0 <= stats.dropped <= own.candidates, f"{stats.dropped} of {own.candidates} candidates dropped"
-        assert 0 <= stats.hits <= stats.rounds
+        assert 0 <= stats.dropped <= account.candidates, (
+            f"dropped = {stats.dropped}, but only {account.candidates} candidates were proposed"
+        )
+        assert 0 <= stats.hits <= stats.rounds, f"hits = {stats.hits}, but rounds = {stats.rounds}"
 
     def _note(self, effect: m.Effect) -> None:
         match effect:
             case m.Begin(worker, request, _, output_ids, incarnation) if worker != m.TARGET:
                 account = self.accounts.setdefault(request.request_id, Account(answer=[*output_ids]))
-                heard = Heard(worker, request.request_id, self.vocab_size, output_ids)
-                account.heard[worker] = incarnation, heard
+                log = ProposalLog(worker, request.request_id, self.vocab_size, output_ids)
+                account.logs[worker] = incarnation, log
             case m.Verify(windows):
                 for window in windows:
                     self._check_window(window)
@@ -113,26 +117,26 @@ class Ledger:
 
     def _enter(self, p: m.Proposal) -> None:
         account = self.accounts.get(p.request_id)
-        incarnation, heard = account.heard.get(p.source, (-1, None)) if account is not None else (-1, None)
-        if account is None or heard is None or incarnation != p.incarnation:
-            return  # of a request that has ended, or began anew
-        heard.answer = account.answer
-        before = heard.count
+        incarnation, log = account.logs.get(p.source, (-1, None)) if account is not None else (-1, None)
+        if account is None or log is None or incarnation != p.incarnation:
+            return  # the request has ended, or the drafter was started again
+        log.answer = account.answer
+        before = log.count
         try:
-            heard.hear(p)
+            log.receive(p)
         except AssertionError as error:
-            self.wrong.append(f"{p.source} proposed what makes no sense: {error}")
-        account.candidates += heard.count - before
-        said = account.proposed.setdefault(p.source, {})
-        for prefix, children in heard.children.items():
-            said.setdefault(prefix, set()).update(children)
+            self.errors.append(f"{p.source} sent an invalid proposal: {error}")
+        account.candidates += log.count - before
+        proposed = account.proposed.setdefault(p.source, {})
+        for prefix, children in log.children.items():
+            proposed.setdefault(prefix, set()).update(children)
 
     def _check_window(self, window: m.Window) -> None:
         account = self.accounts[window.request_id]
         texts: list[Prefix] = [tuple(account.answer)]
         for parent, token in zip(window.parents[1:], window.token_ids[1:], strict=True):
             if not account.was_proposed(texts[parent], token):
-                self.wrong.append(f"{token} is verified after {texts[parent]}, where no drafter proposed it")
+                self.errors.append(f"token {token} is verified after {texts[parent]}, where no drafter proposed it")
             texts.append((*texts[parent], token))
         account.verified += len(texts) - 1
 
@@ -142,8 +146,8 @@ class Ledger:
             if source:
                 account.accepted[source] += 1
                 if not account.was_proposed(tuple(account.answer), token, source):
-                    self.wrong.append(
-                        f"{token} after {account.answer} is said to be {source}'s, which never proposed it"
+                    self.errors.append(
+                        f"token {token} after {account.answer} is attributed to {source}, which never proposed it there"
                     )
             account.answer.append(token)
         account.rounds += 1

@@ -1,42 +1,41 @@
-"""What a drafter owes to the engine that calls it, tried by hand, without an engine."""
+"""`DrafterContract`: tests that call a drafter directly, without an engine."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from langchain_card import plugins
 from langchain_card.core.messages import Proposal
-from langchain_card.drafters.lower_level import GuessRequest, LowerLevel
+from langchain_card.drafters.lower_level import Guess, GuessRequest, LowerLevel
 from langchain_card.ports import Budget, Drafter, Setting
 from langchain_card.runtime import threads
 from langchain_card.testing import prompts
-from langchain_card.testing.memory import held
+from langchain_card.testing.memory import count_reachable
 from langchain_card.testing.prompts import Text
-from langchain_card.testing.proposal_checks import Life, Prefix, drawing, live
+from langchain_card.testing.proposal_checks import Candidates, RequestRun, run_requests, seeded
 from langchain_card.testing.tiny import VOCAB
 
 UNKNOWN = 9_999
-ROUND = 24
-"""Requests between two looks at the memory."""
+"""A request id that no drafter gets."""
 
-Said = dict[Prefix, list[tuple[int, float]]]
+ROUND = 24
+"""Requests between two measurements of memory."""
 
 
 class DrafterContract:
-    """Commands that are lost, late, repeated and unknown; corrections and what they leave behind.
+    """Tests valid proposals, corrections that are lost, late or repeated, unknown requests, and memory.
 
     Attributes:
         drafter: a spec of `plugins`: `"echo"`, `"echo?depth=4"`.
-        factory: in its place a class, or what stands for one.
-        grammar: that all requests obey (`SamplingParams.grammar`).
-        learns: whether its scores change with what came true; then only tokens are compared, in any order.
-        remembers: requests that it learns from before its memory is full.
-        must_accept: it has something to say about texts like those of `texts`, and some of it comes true.
+        factory: a class, or another callable that takes a setting; used if `drafter` is empty.
+        grammar: the grammar of all requests (`SamplingParams.grammar`).
+        learns: True if scores change with what came true; then tokens are compared in any order, and scores are not.
+        remembers: requests that the drafter learns from before its memory is full.
+        must_accept: True if some candidates for texts like those of `texts` must be accepted.
     """
 
     drafter: str = ""
@@ -47,224 +46,246 @@ class DrafterContract:
     must_accept: bool = True
 
     def make(self, setting: Setting) -> Drafter:
-        """A fresh one; to be overridden where neither `drafter` nor `factory` can say it."""
+        """Make the drafter; override this if neither `drafter` nor `factory` can express how."""
         if self.drafter:
             made: Drafter = plugins.find("drafters", self.drafter).make(setting)
             return made
         factory = type(self).factory
-        assert factory is not None, "say what is tested: drafter = 'its-name?option=1', or factory = ItsClass"
+        assert factory is not None, "no drafter to test: set drafter = 'its-name?option=1', or factory = ItsClass"
         return factory(setting)
 
     @pytest.fixture(autouse=True)
     def _one_thread(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Tiny models gain nothing from more."""
+        """Use one thread: tiny models gain nothing from more."""
         monkeypatch.setattr(threads, "num_cores", lambda: 1)
         with threads.single_threaded():
             yield
 
     def texts(self) -> list[Text]:
-        """What is asked, here and in engines, and the answers: five at least, of fifteen tokens or more."""
+        """Return the requests of all tests, engines included: at least five, with answers of at least 15 tokens."""
         return prompts.texts(self.grammar)
 
     def fresh(self) -> Drafter:
-        """One with nothing in its memory, as an engine over the first tiny model makes it."""
+        """Make a drafter with an empty memory, as an engine over the first tiny model would."""
         return self.make(prompts.setting())
 
-    # What it says.
+    # Proposals.
 
-    def test_its_proposals_make_sense(self) -> None:
-        """The engine refuses what makes none, and one that is refused is work for nothing."""
+    def test_proposals_are_valid(self) -> None:
+        """The engine drops invalid proposals."""
         drafter = self.fresh()
-        live(drafter, self.texts(), VOCAB)
+        run_requests(drafter, self.texts(), VOCAB)
         drafter.close()
 
     def test_one_proposal_for_each_request(self) -> None:
-        """Of a step for several requests; requests that nobody knows have none."""
+        """A step for several requests returns one proposal for each, and none for unknown requests."""
         drafter, texts = self.fresh(), self.texts()[:3]
-        lives = [Life(drafter, text, VOCAB, known=n) for n, text in enumerate(texts)]
+        runs = [RequestRun(drafter, text, VOCAB, known=n) for n, text in enumerate(texts)]
         for _ in range(4):
-            ids = [life.request_id for life in lives]
-            said = drafter.step([Budget(request_id, 2) for request_id in (*ids, UNKNOWN)])
-            told = sorted(p.request_id for p in said)
-            assert told == ids, f"a step for requests {ids} and {UNKNOWN}, which was never begun, proposed for {told}"
-            for life in lives:
-                life.heard.hear(next(p for p in said if p.request_id == life.request_id))
-                life.tell(life.known + 2)
+            ids = [run.request_id for run in runs]
+            proposals = drafter.step([Budget(request_id, 2) for request_id in (*ids, UNKNOWN)])
+            proposed = sorted(p.request_id for p in proposals)
+            assert proposed == ids, (
+                f"a step for requests {ids} and {UNKNOWN}, which never began, returned proposals for {proposed}: "
+                "it must return one for each known request, and no others"
+            )
+            for run in runs:
+                run.log.receive(next(p for p in proposals if p.request_id == run.request_id))
+                run.correct(run.known + 2)
         drafter.close()
 
     def test_the_same_calls_get_the_same_proposals(self) -> None:
-        """No clock, no randomness of its own: else nobody could repeat a run."""
-        first, second = ([_timeless(p) for p in live(self.fresh(), self.texts(), VOCAB)] for _ in range(2))
+        """Proposals depend on no clock and no randomness; otherwise no run can be repeated."""
+        first, second = ([_timeless(p) for p in run_requests(self.fresh(), self.texts(), VOCAB)] for _ in range(2))
         for n, (one, other) in enumerate(zip(first, second, strict=True)):
             assert one == other, f"proposal {n} differs between two runs of the same calls: {one} and {other}"
 
-    # What it is told.
+    # Corrections.
 
-    def test_what_was_refused_leaves_no_trace(self) -> None:
-        """Behind corrections it proposes what a fresh one does that was begun with the answer so far."""
+    def test_rejected_candidates_leave_no_trace(self) -> None:
+        """After corrections, proposals are those of a fresh drafter that began with the same answer."""
         for text, others in self._each_text():
             for known in (3, len(text.answer) // 2, len(text.answer) - 1):
-                lived, fresh = self.fresh(), self.fresh()
-                live(lived, others, VOCAB)
-                live(fresh, others, VOCAB)
-                life = Life(lived, text, VOCAB)
-                life.go(known, drawing(known))
-                self._compare(life.say_all(), Life(fresh, text, VOCAB, known).say_all(), f"{known} tokens told")
-                lived.close()
+                used, fresh = self.fresh(), self.fresh()
+                run_requests(used, others, VOCAB)
+                run_requests(fresh, others, VOCAB)
+                run = RequestRun(used, text, VOCAB)
+                run.run(known, seeded(known))
+                wanted = RequestRun(fresh, text, VOCAB, known).all_candidates()
+                self._compare(run.all_candidates(), wanted, f"after {known} tokens of the answer")
+                used.close()
                 fresh.close()
 
-    def test_corrections_come_late_twice_or_never(self) -> None:
-        """Each names its first token, and says all since the last that the drafter is known to have: none is needed."""
+    def test_corrections_may_be_lost_late_or_repeated(self) -> None:
+        """A correction repeats all tokens that the drafter is not known to have, so none is needed."""
         for text, _ in self._each_text():
-            drafter, rng = self.fresh(), drawing(1)
-            life, until = Life(drafter, text, VOCAB), len(text.answer) - 2
-            while life.known < until:
+            drafter, rng = self.fresh(), seeded(1)
+            run, until = RequestRun(drafter, text, VOCAB), len(text.answer) - 2
+            while run.known < until:
                 for _ in range(rng.randint(0, 2)):
-                    life.step()
-                was, start = life.known, life.applied
+                    run.step()
+                was, start = run.known, run.applied
                 known = min(until, was + rng.randint(1, 4))
-                if rng.random() < 0.7 or known == until:  # else it is lost
-                    life.tell(known, start)
-                    life.tell(known, start)
-                    life.tell(was, start)  # late
-                    life.tell(was, was)
+                if rng.random() < 0.7 or known == until:  # otherwise it is lost
+                    run.correct(known, start)
+                    run.correct(known, start)
+                    run.correct(was, start)  # late
+                    run.correct(was, was)
             fresh = self.fresh()
-            self._compare(life.say_all(), Life(fresh, text, VOCAB, until).say_all(), "some lost, late, repeated")
+            wanted = RequestRun(fresh, text, VOCAB, until).all_candidates()
+            self._compare(run.all_candidates(), wanted, "after corrections that were lost, late or repeated")
             drafter.close()
             fresh.close()
 
-    def test_requests_that_nobody_knows(self) -> None:
-        """Ends without a beginning, two beginnings, steps after the end: no exception, and nothing is proposed."""
+    def test_unknown_requests_are_ignored(self) -> None:
+        """Ends without a beginning, a second beginning, and steps after the end raise nothing and propose nothing."""
         drafter, text = self.fresh(), self.texts()[1]
         drafter.end(UNKNOWN)
         drafter.correct(UNKNOWN, 0, (1, 2))
-        assert drafter.step([Budget(UNKNOWN)]) == [], "a request that was never begun has no proposal"
-        Life(drafter, text, VOCAB).go(5, drawing(2))
-        life = Life(drafter, text, VOCAB, known=3)  # begun again, without an end
-        life.go(9, drawing(3))
+        assert drafter.step([Budget(UNKNOWN)]) == [], "a request that never began has a proposal: it must have none"
+        RequestRun(drafter, text, VOCAB).run(5, seeded(2))
+        run = RequestRun(drafter, text, VOCAB, known=3)  # begins again, without an end
+        run.run(9, seeded(3))
         fresh = self.fresh()
-        before = Life(fresh, text, VOCAB)
-        before.go(5, drawing(2))
+        before = RequestRun(fresh, text, VOCAB)
+        before.run(5, seeded(2))
         before.end()
-        self._compare(life.say_all(), Life(fresh, text, VOCAB, 9).say_all(), "begun twice")
-        life.end()
-        life.end()
-        drafter.correct(life.request_id, 9, (1, 2))
-        assert drafter.step([Budget(life.request_id)]) == [], "a request that has ended has no proposal"
+        wanted = RequestRun(fresh, text, VOCAB, 9).all_candidates()
+        self._compare(run.all_candidates(), wanted, "after a second begin without an end")
+        run.end()
+        run.end()
+        drafter.correct(run.request_id, 9, (1, 2))
+        assert drafter.step([Budget(run.request_id)]) == [], "an ended request has a proposal: it must have none"
         drafter.close()
         fresh.close()
 
-    # What it keeps.
+    # Memory.
 
     def test_tenants_are_kept_apart(self) -> None:
-        """Of what it remembers: nothing of one tenant's texts is said to another's (`request.params.tenant`)."""
+        """Texts of one tenant are never proposed to another (`request.params.tenant`)."""
         for text, others in self._each_text():
             drafter, fresh = self.fresh(), self.fresh()
-            live(drafter, [_of("somebody", other) for other in (*others, text)], VOCAB)
-            said, wanted = (Life(each, _of("another", text), VOCAB, 3).say_all() for each in (drafter, fresh))
-            prefixes = said.keys() & {(), *wanted} if self.learns else said.keys()
-            told = {each: {*dict(said[each])} - {*dict(wanted.get(each, ()))} for each in prefixes}
-            told = {each: tokens for each, tokens in told.items() if tokens}
-            assert not told, f"guesses and tokens after them that only another tenant's texts can have told it: {told}"
+            run_requests(drafter, [_of_tenant("first", other) for other in (*others, text)], VOCAB)
+            proposed, wanted = (
+                RequestRun(each, _of_tenant("second", text), VOCAB, 3).all_candidates() for each in (drafter, fresh)
+            )
+            prefixes = proposed.keys() & {(), *wanted} if self.learns else proposed.keys()
+            leaked = {each: {*dict(proposed[each])} - {*dict(wanted.get(each, ()))} for each in prefixes}
+            leaked = {each: tokens for each, tokens in leaked.items() if tokens}
+            assert not leaked, (
+                f"tokens that only another tenant's texts can explain, by the guess before them: {leaked}; "
+                "keep what is learnt by request.params.tenant"
+            )
             drafter.close()
             fresh.close()
 
-    def test_a_number_used_again_is_another_request(self) -> None:
-        """What was said of a request that has ended is not said of the next one with its number."""
+    def test_an_id_used_again_is_another_request(self) -> None:
+        """Nothing of a request that has ended is proposed for the next one with its id."""
         texts = self.texts()
-        for one, other in itertools.pairwise(texts):
+        for earlier, later in itertools.pairwise(texts):
             drafter, fresh = self.fresh(), self.fresh()
-            again = Text(replace(other.request, request_id=one.request.request_id), other.answer)
-            live(drafter, [one], VOCAB)
-            live(fresh, [Text(replace(one.request, request_id=77), one.answer)], VOCAB)
-            said, wanted = (Life(each, again, VOCAB, 3).say_all() for each in (drafter, fresh))
-            self._compare(said, wanted, "its number was used before")
+            again = Text(replace(later.request, request_id=earlier.request.request_id), later.answer)
+            run_requests(drafter, [earlier], VOCAB)
+            run_requests(fresh, [Text(replace(earlier.request, request_id=77), earlier.answer)], VOCAB)
+            proposed, wanted = (RequestRun(each, again, VOCAB, 3).all_candidates() for each in (drafter, fresh))
+            self._compare(proposed, wanted, "with an id that an earlier request had")
             drafter.close()
             fresh.close()
 
-    def test_an_ended_request_holds_nothing(self) -> None:
-        """The same requests again and again, under new numbers: what can be reached from it does not grow."""
-        drafter, texts, numbers = self.fresh(), self.texts()[1:3], itertools.count(10_000)
+    def test_ended_requests_are_freed(self) -> None:
+        """Memory that the drafter keeps alive does not grow when the same requests come again under new ids."""
+        drafter, texts, ids = self.fresh(), self.texts()[1:3], itertools.count(10_000)
 
-        def ask(count: int) -> int:
+        def size_after(count: int) -> int:
             for text in itertools.islice(itertools.cycle(texts), count):
-                life = Life(drafter, Text(replace(text.request, request_id=next(numbers)), text.answer), VOCAB)
-                life.step()
-                life.tell(3)
-                life.step()
-                life.end()
-            return held(drafter)
+                run = RequestRun(drafter, Text(replace(text.request, request_id=next(ids)), text.answer), VOCAB)
+                run.step()
+                run.correct(3)
+                run.step()
+                run.end()
+            return count_reachable(drafter)
 
-        ask(self.remembers)
-        sizes = [ask(ROUND) for _ in range(4)]
+        size_after(self.remembers)
+        sizes = [size_after(ROUND) for _ in range(4)]
         grown = min(after - before for before, after in itertools.pairwise(sizes))
         assert grown < ROUND // 2, (
-            f"{ROUND} requests began and ended, and it holds {grown} objects or entries more, each time again: "
-            "what it keeps for a request must go with end; if it learns from so many, say how many: remembers = ..."
+            f"every {ROUND} requests that begin and end leave {grown} more objects or entries in memory: end must free "
+            "what is kept for a request; if the drafter learns from so many requests, set remembers to their number"
         )
         drafter.close()
 
     def test_it_looks_ahead(self) -> None:
-        """One that says so says of tokens that are assumed what it says once they are told, as often as it is asked."""
-        spoken = heeded = 0
+        """With `looks_ahead`, assumed tokens give the guesses that committed ones give, at every repeated step."""
+        drafter = self.fresh()
+        drafter.close()
+        if not getattr(drafter, "looks_ahead", False):
+            return  # it may not work below another drafter
+        some_guessed = some_changed = False
         for text, others in self._each_text():
             for known, ahead in ((0, 1), (3, 2), (9, 5)):
-                said = list[list[tuple[int, int]]]()
-                for begun, assumed in ((known, ahead), (known + ahead, 0), (known, 0)):
-                    drafter = self.fresh()
-                    if not getattr(drafter, "looks_ahead", False):
-                        return  # it may not work below another one
-                    live(drafter, others, VOCAB)
-                    drafter.begin(text.request, text.answer[:begun])
-                    question = GuessRequest(text.request.request_id, begun, text.answer[begun : begun + assumed], 4)
-                    once, again = (LowerLevel(drafter, 4, VOCAB).guess([question])[0] for _ in range(2))
-                    said.append(sorted(once.rows(0, 1, lambda _: True)))
-                    assert bool(said[-1]) == bool(again.rows(0, 1, lambda _: True)), (
-                        f"{begun} tokens told and {assumed} assumed: asked twice, it speaks once (Budget.whole)"
-                    )
-                    drafter.close()
-                spoken, heeded = spoken + len(said[0]), heeded + (said[0] != said[2])
-                assert said[0] == said[1] or self.learns, (
-                    f"{known} tokens told and {ahead} assumed: it says {said[0]}, but {said[1]} where all are told"
+                assumed = self._guess_twice(text, others, known, ahead)
+                committed = self._guess_twice(text, others, known + ahead, 0)
+                some_guessed |= bool(assumed)
+                some_changed |= assumed != self._guess_twice(text, others, known, 0)
+                assert assumed == committed or self.learns, (
+                    f"with {known} tokens committed and {ahead} assumed (Budget.ahead) it guesses {assumed}, but "
+                    f"{committed} with all {known + ahead} committed: both must be equal"
                 )
-        assert spoken or not self.must_accept, "it said nothing at all: override texts(), or say must_accept = False"
-        assert heeded or not spoken, "it says the same whatever tokens are assumed (Budget.ahead)"
+        assert some_guessed or not self.must_accept, (
+            "no guesses at all: override texts() with texts that suit the drafter, or set must_accept = False"
+        )
+        assert some_changed or not some_guessed, "the guesses never depend on the assumed tokens: apply Budget.ahead"
+
+    def _guess_twice(self, text: Text, others: Sequence[Text], known: int, ahead: int) -> list[Guess]:
+        """Return the guesses of a drafter that has seen other texts; check that they are there a second time."""
+        drafter = self.fresh()
+        run_requests(drafter, others, VOCAB)
+        drafter.begin(text.request, text.answer[:known])
+        wanted = GuessRequest(text.request.request_id, known, text.answer[known : known + ahead], 4)
+        first, second = (LowerLevel(drafter, 4, VOCAB).guess([wanted])[0].rows(0, 1, lambda _: True) for _ in range(2))
+        assert bool(first) == bool(second), (
+            f"with {known} tokens committed and {ahead} assumed, two steps in a row guess {first} and {second}: "
+            "with Budget.whole, each proposal must be complete"
+        )
+        drafter.close()
+        return sorted(first)
 
     def _each_text(self) -> Iterator[tuple[Text, Sequence[Text]]]:
-        """Texts, each with others that come before it."""
+        """Yield texts, each with others that come before it."""
         texts = self.texts()
         short = [len(text.answer) for text in texts if len(text.answer) < 15]
         assert len(texts) >= 5 and not short, (
-            f"texts() has {len(texts)} texts, {len(short)} with answers of fewer than 15 tokens: give five, and no such"
+            f"texts() has {len(texts)} texts, {len(short)} of them with fewer than 15 tokens of answer: "
+            "it must have at least 5, none of them so short"
         )
         for n in (1, 2, 4):
             yield texts[n], texts[:n]
 
-    def _compare(self, lived: Said, fresh: Said, what: str) -> None:
-        """Raises AssertionError where two drafters that know the same text differ, as far as both go."""
-        for prefix in lived.keys() & fresh.keys():
-            tokens, wanted = ([token for token, _ in said[prefix]] for said in (lived, fresh))
+    def _compare(self, used: Candidates, fresh: Candidates, when: str) -> None:
+        """Raise AssertionError if two drafters with the same answer differ, as far as both go."""
+        for prefix in used.keys() & fresh.keys():
+            tokens, wanted = ([token for token, _ in candidates[prefix]] for candidates in (used, fresh))
             fewer, more = sorted((tokens, wanted), key=len)
             assert fewer == more[: len(fewer)] or (self.learns and {*fewer} <= {*more}), (
-                f"{what}: after the guess {prefix} it proposes {tokens}, but one that was begun with the same answer "
-                f"{wanted}: something of what was refused, or of another request, is left"
+                f"{when}, after the guess {prefix}, it proposes {tokens}, but a fresh drafter with the same answer "
+                f"proposes {wanted}: rejected candidates, or another request, left something behind"
             )
-            scores = [(one, other) for (_, one), (_, other) in zip(lived[prefix], fresh[prefix])]  # noqa: B905
+            scores = [(one, other) for (_, one), (_, other) in zip(used[prefix], fresh[prefix])]  # noqa: B905
             assert self.learns or all(abs(one - other) < 1e-6 for one, other in scores), (
-                f"{what}: after the guess {prefix} its scores are {lived[prefix]}, but {fresh[prefix]} for one that "
-                "was begun with the same answer; if it learns what comes true, say learns = True"
+                f"{when}, after the guess {prefix}, its scores are {used[prefix]}, but {fresh[prefix]} in a fresh "
+                "drafter with the same answer; if it learns from what came true, set learns = True"
             )
         if not self.learns:
-            assert lived.get(()) or not fresh.get(()), (
-                f"{what}: nothing is proposed after the answer so far, unlike by one that was begun with it"
+            assert used.get(()) or not fresh.get(()), (
+                f"{when}, it proposes nothing after the answer, but a fresh drafter with the same answer does"
             )
 
 
-def _of(tenant: str, text: Text) -> Text:
+def _of_tenant(tenant: str, text: Text) -> Text:
     request = text.request
     return Text(replace(request, params=replace(request.params, tenant=tenant)), text.answer)
 
 
-def _timeless(p: Proposal) -> Any:
-    """Without what it took."""
+def _timeless(p: Proposal) -> Proposal:
+    """Return a proposal without the times that it took."""
     return replace(p, elapsed=0.0, reading=0.0)

@@ -1,15 +1,15 @@
-"""The conformance suite of drafters: a plug-in that passes costs speed at worst, whatever it does.
+"""The conformance suite of drafters: a plug-in that passes may cost speed, but never changes an answer.
 
 ```
 from langchain_card.testing import DrafterConformance
 
 
 class TestEcho(DrafterConformance):
-    drafter = "echo?depth=4"  # as EngineConfig names it; or factory = EchoDrafter
+    drafter = "echo?depth=4"  # as in EngineConfig; or factory = EchoDrafter
 ```
 
-pytest collects it with all its tests; it needs no models but tiny random ones, which it makes. docs/plugins.md says
-what is expected of a drafter.
+pytest collects it with all its tests. It needs only tiny random models, which it makes. docs/plugins.md describes what
+a drafter must do.
 """
 
 from __future__ import annotations
@@ -32,151 +32,155 @@ from langchain_card.runtime.threads import single_threaded
 from langchain_card.testing import hostile, naive, prompts
 from langchain_card.testing.accounting import Ledger
 from langchain_card.testing.calls import DrafterContract
-from langchain_card.testing.prompts import ARCHS, LETTER_IDS, Asked, Factory
+from langchain_card.testing.prompts import ARCHS, LETTER_IDS, Factory, PromptCase
 from langchain_card.testing.tiny import VOCAB
 
 SCHEDULES: tuple[Schedule, ...] = tuple(each for each in get_args(Schedule) if each != "plain")
-DRAWN = 300
-"""Answers of three letters each, whose last two are compared with their chances."""
+NUM_SAMPLES = 300
+"""Answers of three letters each that are drawn; the frequencies of the last two letters are compared with chances."""
 
-MOST_TOKENS = 32
-"""Of an answer that an engine writes."""
+MAX_TOKENS = 32
+"""Tokens of an answer that an engine writes, at most."""
 
-FEW = 4
-"""Prompts that are asked where something is wrong."""
+NUM_FAULTY = 4
+"""Cases that are tried with each corruption or failure: few, because there are many of them."""
 
 SIGMAS = 4.0
-"""Beyond which the distribution is another one."""
+"""Standard deviations of the chi-square statistic beyond which a distribution counts as another one."""
 
 
 class DrafterConformance(DrafterContract):
-    """Everything that a drafter owes, alone (`DrafterContract`) and in engines over tiny random models."""
+    """All tests of a drafter: alone (`DrafterContract`), and in engines over tiny random models."""
 
     def wrapped(
         self, wrap: Callable[[Drafter, Setting], Drafter] = lambda drafter, _: drafter, *, paced: bool | None = None
     ) -> Factory:
-        """What an engine makes it with.
+        """Return a factory of the tested drafter, with the attributes of its class.
 
         Args:
-            wrap: what is put around each that is made.
-            paced: on a thread of its own, or inline; as it says itself by default.
+            wrap: wraps each drafter that is made.
+            paced: overrides the drafter's own: True for a thread of its own, False for the target's.
         """
-        one = self.fresh()
-        one.close()
+        drafter = self.fresh()
+        drafter.close()
         return Factory(
             lambda setting: wrap(self.make(setting), setting),
-            one.name,
-            one.paced if paced is None else paced,
-            getattr(one, "of_grammars", False),
+            drafter.name,
+            drafter.paced if paced is None else paced,
+            getattr(drafter, "of_grammars", False),
+            getattr(drafter, "from_model", False),
         )
 
-    # The answer is the target's own.
+    # Answers.
 
     @pytest.mark.parametrize("arch", ARCHS)
     def test_every_answer_is_the_targets_own(self, arch: str) -> None:
-        """Greedy and with a seed, under every schedule, several requests at once."""
+        """Greedy and sampled answers equal the plain loop's, under every schedule, with several requests at once."""
         with prompts.running(arch, self.wrapped()) as engine:
             for schedule in SCHEDULES:
                 self._compare_answers(engine, arch, schedule)
 
     def test_the_distribution_is_the_targets_own(self) -> None:
-        """Three of six letters, drawn with many seeds, against their exact chances."""
-        every = [self._drawn(seed) for seed in range(DRAWN)]
+        """The frequencies of three letters out of six, drawn with many seeds, fit their exact chances."""
+        cases = [self._sampled(seed) for seed in range(NUM_SAMPLES)]
         with prompts.running(ARCHS[0], self.wrapped()) as engine:
-            found = Counter(done.token_ids[1:] for done in prompts.answers(engine, every, "sequential"))
+            counts = Counter(done.token_ids[1:] for done in prompts.answers(engine, cases, "sequential"))
         with single_threaded():
-            chances = _chances(every[0])
-        strange = found.keys() - chances.keys()
-        assert not strange, f"{strange} can never be answered"
-        rare = [text for text, chance in chances.items() if chance * DRAWN < 5]
+            chances = _chances(cases[0])
+        impossible = counts.keys() - chances.keys()
+        assert not impossible, f"the answers {impossible} have a chance of 0, but were written"
+        rare = [text for text, chance in chances.items() if chance * NUM_SAMPLES < 5]
         cells = [([text], chance) for text, chance in chances.items() if text not in rare]
         cells.append((rare, sum(chances[text] for text in rare)))
-        square = sum((sum(found[t] for t in texts) - DRAWN * p) ** 2 / (DRAWN * p) for texts, p in cells if p)
+        expected = [(sum(counts[text] for text in texts), NUM_SAMPLES * chance) for texts, chance in cells]
+        square = sum((count - mean) ** 2 / mean for count, mean in expected if mean)
         free = len(cells) - 1
         most = free * (1 - 2 / (9 * free) + SIGMAS * (2 / (9 * free)) ** 0.5) ** 3  # Wilson and Hilferty
         assert square < most, (
-            f"chi-square of {DRAWN} answers over {len(cells)} texts is {square:.0f}, not below {most:.0f}"
+            f"chi-square of {NUM_SAMPLES} answers over {len(cells)} texts is {square:.0f}: it must be below {most:.0f}"
         )
 
-    @pytest.mark.parametrize("lie", hostile.LIES)
-    def test_lies_change_nothing(self, lie: str) -> None:
-        """What it says is made wrong on its way to the engine."""
-        with prompts.running(ARCHS[0], self.wrapped(lambda one, setting: hostile.Lying(one, setting, lie))) as engine:
+    @pytest.mark.parametrize("corruption", hostile.CORRUPTIONS)
+    def test_corrupted_proposals_change_no_answer(self, corruption: str) -> None:
+        """Proposals that are corrupted on their way to the engine do not change an answer or end the drafter."""
+        factory = self.wrapped(lambda drafter, setting: hostile.CorruptingDrafter(drafter, setting, corruption))
+        with prompts.running(ARCHS[0], factory) as engine:
             for schedule in ("sequential", "parallel"):
-                self._compare_answers(engine, ARCHS[0], schedule, FEW)
-            assert all(worker.state == "up" for worker in engine.health().values()), "it failed where it was lied for"
+                self._compare_answers(engine, ARCHS[0], schedule, NUM_FAULTY)
+            states = {name: health.state for name, health in engine.health().items()}
+            assert {*states.values()} == {"up"}, f"the workers are {states}: all must still be up"
 
     @pytest.mark.parametrize("failure", hostile.FAILURES)
-    def test_failures_cost_speed_only(self, failure: str) -> None:
-        """It raises, or has no memory; requests go on."""
-        with prompts.running(ARCHS[0], self.wrapped(lambda one, _: hostile.Failing(one, failure))) as engine:
+    def test_failures_change_no_answer(self, failure: str) -> None:
+        """A drafter that raises, or has no memory, does not change an answer."""
+        factory = self.wrapped(lambda drafter, _: hostile.FailingDrafter(drafter, failure))
+        with prompts.running(ARCHS[0], factory) as engine:
             for schedule in ("sequential", "parallel"):
-                self._compare_answers(engine, ARCHS[0], schedule, FEW)
+                self._compare_answers(engine, ARCHS[0], schedule, NUM_FAULTY)
 
-    # What is counted, and where it runs.
+    # Statistics, and threads and processes.
 
-    def test_the_accounts_add_up(self) -> None:
-        """Whatever was verified was proposed under that very text, and all sums are right."""
+    def test_the_statistics_add_up(self) -> None:
+        """All verified candidates were proposed after the same text, and the engine counts them correctly."""
         ledger, accepted, verified = Ledger(VOCAB), 0, 0
         with prompts.running(ARCHS[0], self.wrapped()) as engine, ledger.watching(engine):
             for schedule in SCHEDULES:
                 before = len(ledger.accounts)
-                for i, done in enumerate(prompts.answers(engine, self.asked(), schedule), before):
+                for i, done in enumerate(prompts.answers(engine, self.cases(), schedule), before):
                     ledger.check(i, done.stats)
                     accepted, verified = accepted + done.stats.accepted, verified + done.stats.verified
         candidates = sum(account.candidates for account in ledger.accounts.values())
         assert accepted or not self.must_accept, (
-            f"it proposed {candidates} candidates, {verified} were verified, and none was accepted; "
-            "say must_accept = False if it has nothing to say about texts like those of texts()"
+            f"it proposed {candidates} candidates, {verified} were verified, and none was accepted: override texts() "
+            "with texts that suit the drafter, or set must_accept = False"
         )
 
     @pytest.mark.parametrize("transport", ["inline", "thread", "process"])
     def test_it_answers_the_same_wherever_it_runs(self, transport: str) -> None:
-        """On the target's thread, on one of its own, or, if its steps cost device time, in a process of its own."""
+        """Answers are the same on the target's thread, on another thread, and, if paced, in a process of its own."""
         if transport != "process":
             factory = self.wrapped(paced=transport == "thread")
             with prompts.running(ARCHS[0], factory) as engine:
                 self._compare_answers(engine, ARCHS[0], "parallel")
             return
         if not self.wrapped().paced:
-            pytest.skip("it is not paced: it never gets a process of its own")
+            pytest.skip("a drafter that is not paced never gets a process of its own")
         if not self.drafter or ("drafters", plugins.name_of(self.drafter)) in plugins._registered:
-            pytest.skip("another process finds plug-ins by their entry points: say drafter = 'its-name'")
+            pytest.skip("another process finds plug-ins only by their entry points: set drafter = 'its-name'")
         with prompts.running(ARCHS[0], draft_model=self.drafter, draft_transport="process") as engine:
             self._compare_answers(engine, ARCHS[0], "parallel")
 
-    def asked(self) -> tuple[Asked, ...]:
-        """What the engines are asked: the requests of `texts`, for answers that are not long."""
+    def cases(self) -> tuple[PromptCase, ...]:
+        """Return the prompts that engines answer: those of `texts`, with shorter answers."""
         requests = [text.request for text in self.texts()]
         return tuple(
-            Asked(each.prompt_ids, replace(each.params, max_tokens=min(MOST_TOKENS, each.params.max_tokens)))
+            PromptCase(each.prompt_ids, replace(each.params, max_tokens=min(MAX_TOKENS, each.params.max_tokens)))
             for each in requests
         )
 
     def _compare_answers(self, engine: Engine, arch: str, schedule: Schedule, count: int | None = None) -> None:
-        every = self.asked()[:count]
-        for one, done in zip(every, prompts.answers(engine, every, schedule), strict=True):
-            wanted = prompts.answer(arch, one)
+        cases = self.cases()[:count]
+        for case, done in zip(cases, prompts.answers(engine, cases, schedule), strict=True):
+            wanted = prompts.answer(arch, case)
             assert done.token_ids == wanted, (
-                f"{arch}, {schedule}, {one.params}: the answer is {done.token_ids}, the target's own is {wanted}"
+                f"{arch}, {schedule}, {case.params}: the answer is {done.token_ids}, but the target's own is {wanted}"
             )
 
-    def _drawn(self, seed: int) -> Asked:
-        prompt_ids = self.asked()[1].prompt_ids
-        return Asked(
-            prompt_ids, SamplingParams(max_tokens=3, temperature=1.0, seed=seed, logit_bias=prompts.ONLY_LETTERS)
-        )
+    def _sampled(self, seed: int) -> PromptCase:
+        params = SamplingParams(max_tokens=3, temperature=1.0, seed=seed, logit_bias=prompts.ONLY_LETTERS)
+        return PromptCase(self.cases()[1].prompt_ids, params)
 
 
 @functools.cache
-def _chances(one: Asked) -> dict[tuple[int, ...], float]:
-    """Of the last two tokens of every answer, by the target's logits after every text."""
-    own, texts = prompts.model(ARCHS[0]), dict[tuple[int, ...], float]({(): 1.0})
-    for _ in range(one.params.max_tokens):
+def _chances(case: PromptCase) -> dict[tuple[int, ...], float]:
+    """Return the chance of each pair of last tokens, computed from the target's logits after every text."""
+    model, texts = prompts.model(ARCHS[0]), dict[tuple[int, ...], float]({(): 1.0})
+    for _ in range(case.params.max_tokens):
         after = dict[tuple[int, ...], float]()
         for text, chance in texts.items():
-            logits = naive.reading(own)([*one.prompt_ids, *text])
-            chances = naive.process(logits, one.prompt_ids, text, one.params).softmax(dim=-1)[torch.tensor(LETTER_IDS)]
+            logits = naive.reading(model)([*case.prompt_ids, *text])
+            scores = naive.process(logits, case.prompt_ids, text, case.params)
+            chances = scores.softmax(dim=-1)[torch.tensor(LETTER_IDS)]
             after.update({(*text, token): chance * float(p) for token, p in zip(LETTER_IDS, chances, strict=True)})
         texts = after
     last = dict.fromkeys((text[1:] for text in texts), 0.0)

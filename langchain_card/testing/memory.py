@@ -1,4 +1,4 @@
-"""How much Python objects hold: their number, what lies in them, and all that can be reached from there."""
+"""`count_reachable`: a deterministic count of what Python objects keep alive, to find leaks with."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytes, bytearray, str)
 _SHARED = (types.ModuleType, type, types.CodeType, types.FrameType)
 
 
-def held(drafter: Any) -> int:
-    """Objects, entries of containers, numbers in tensors and bytes of arrays that a drafter can reach.
+def count_reachable(drafter: Any) -> int:
+    """Count the objects, entries of containers, numbers in tensors and bytes of arrays that a drafter can reach.
 
-    It is asked itself, and so are its classes and its module's globals.
-
-    It is a count, not bytes: the same calls give the same number, whatever the allocator does.
+    Its classes and the globals of its module are included. The same calls give the same count, whatever the allocator
+    does, which is not true of bytes.
     """
     classes = [vars(each) for each in type(drafter).__mro__ if each is not object]
     seen, count, todo = set[int](), 0, [drafter, *classes, vars(sys.modules[type(drafter).__module__])]
     while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, _SHARED):
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, _SHARED):
             continue
-        seen.add(id(one))
+        seen.add(id(value))
         count += 1
-        if isinstance(one, torch.Tensor):
-            count += one.numel()
-        elif isinstance(one, _CONTAINERS):
-            count += len(one)
+        if isinstance(value, torch.Tensor):
+            count += value.numel()
+        elif isinstance(value, _CONTAINERS):
+            count += len(value)
         else:
-            count += _num_bytes(one)
-        if isinstance(one, types.FunctionType):
-            todo += one.__closure__ or ()
+            count += _num_bytes(value)
+        if isinstance(value, types.FunctionType):
+            todo += value.__closure__ or ()
         else:
-            todo += gc.get_referents(one)
+            todo += gc.get_referents(value)
     return count
 
 
-def _num_bytes(one: Any) -> int:
-    """Of what keeps numbers side by side, as arrays do."""
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of an object with a buffer, such as an array; 0 for others."""
     try:
-        with memoryview(one) as view:
+        with memoryview(value) as view:
             return view.nbytes
     except (TypeError, BufferError, ValueError):
         return 0

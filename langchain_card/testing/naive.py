@@ -1,4 +1,4 @@
-"""The reference for ever: one token at a time over transformers, nothing of ours but the noise."""
+"""The reference for exactness: one token at a time over transformers, which shares only the noise with the engine."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.runtime.sampling import gumbel_noise
 
 Forward = Callable[[list[int]], Tensor]
-"""All tokens so far -> logits [vocabulary] after the last. The first call brings the prompt, each later one a token."""
+"""Maps all tokens so far to the logits [vocabulary] after the last: first the prompt, then one token more a call."""
 
 
 @dataclass
-class Answer:
-    """One, and how it came about.
+class PlainAnswer:
+    """An answer of the plain loop.
 
     Attributes:
-        token_ids: of the answer.
-        gaps: for each token, between the two best processed scores, by the range of the logits.
+        token_ids: its tokens.
+        gaps: for each token, the gap between the two best processed scores, divided by the range of the logits.
         logits: for each token, [vocabulary].
     """
 
@@ -42,15 +42,15 @@ class Answer:
 
 
 def load(folder: str, dtype: torch.dtype) -> Any:
-    """A model of transformers, as it comes."""
-    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped products know no float64
+    """Load a model of transformers, unchanged."""
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped products have no float64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **experts).eval()
     assert model.config._attn_implementation in ("sdpa", "eager")  # eager where scores are capped
     return model
 
 
 def reading(model: Any) -> Forward:
-    """With transformers' own cache."""
+    """Return a forward function over transformers' own cache."""
     cache = None
 
     @torch.inference_mode()
@@ -67,7 +67,7 @@ def reading(model: Any) -> Forward:
 
 @torch.inference_mode()
 def process(logits: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> Tensor:
-    """Penalties, bias, bans, temperature, top-k, top-p, min-p: [vocabulary] -> float64 [vocabulary]."""
+    """Apply penalties, bias, bans, temperature, top-k, top-p and min-p: [vocabulary] -> float64 [vocabulary]."""
     token_ids, scores = torch.tensor([[*prompt_ids, *output_ids]]), logits.double()[None]
     if params.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(token_ids, scores)
@@ -92,9 +92,9 @@ def process(logits: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int]
 
 def generate(
     forward: Forward, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int] = ()
-) -> Answer:
-    """One answer, token by token."""
-    answer = Answer()
+) -> PlainAnswer:
+    """Write one answer, token by token."""
+    answer = PlainAnswer()
     while len(answer.token_ids) < params.max_tokens and not set(answer.token_ids[-1:]) & set(eos_ids):
         known = [*prompt_ids, *answer.token_ids]
         logits = forward(known)

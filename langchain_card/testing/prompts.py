@@ -1,4 +1,4 @@
-"""What a conformance suite asks of tiny models, and what they answer by the plain loop over transformers."""
+"""Prompts for tiny models, the answers of the plain loop over transformers, and engines over the same models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from langchain_card.testing.tokenizer import byte_tokenizer
 
 ARCHS = ("llama", "qwen2", "gemma2")
 NAME = "under-test"
-"""Of the plug-in, for the engine's configuration."""
+"""Name of the tested plug-in in the engine's configuration."""
 
 MAX_LEN = 256
 LIMITS = Limits(max_num_seqs=4, max_queue=1024, restart_seconds=0.01, max_ngram_bytes=65_536)
@@ -36,11 +36,11 @@ EOS = (256,)
 LETTERS = "abcdef"
 LETTER_IDS: tuple[int, ...] = tuple(byte_tokenizer()(LETTERS).input_ids)
 ONLY_LETTERS = tuple((token, 100.0) for token in LETTER_IDS)
-"""A bias behind which any other token has no chance: texts of so few symbols repeat themselves."""
+"""A bias that leaves no chance to other tokens. Texts of so few symbols repeat themselves, so drafters find matches."""
 
 
-class Asked(NamedTuple):
-    """One prompt, and how to decode."""
+class PromptCase(NamedTuple):
+    """A prompt, and the sampling parameters of its answer."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -55,7 +55,7 @@ class Text(NamedTuple):
 
 @functools.cache
 def folder(arch: str, what: str = "target") -> str:
-    """Of a tiny random model; `what="draft"` is one that matches it in part."""
+    """Return the folder of a tiny random model; `what="draft"` is a draft that agrees with it in part."""
     home = _home() / arch
     if what == "draft":
         return tiny.make_draft(folder(arch), home / what, noise=0.02)
@@ -71,28 +71,28 @@ def _home() -> Path:
 
 @functools.cache
 def model(arch: str) -> Any:
-    """The same, of transformers, in float64."""
+    """Load the tiny model with transformers, in float64."""
     return naive.load(folder(arch), torch.float64)
 
 
 @functools.cache
-def answer(arch: str, asked: Asked) -> tuple[int, ...]:
-    """The plain loop's. Grammars are none of its business: such an answer is the engine's, by the target alone."""
-    if asked.params.grammar:
+def answer(arch: str, case: PromptCase) -> tuple[int, ...]:
+    """Return the plain loop's answer. It has no grammars: with one, the answer of an engine without drafters."""
+    if case.params.grammar:
         with Engine(EngineConfig(folder(arch), None, dtype="float64", max_model_len=MAX_LEN)) as engine:
-            return engine.submit(asked.prompt_ids, asked.params).result().token_ids
+            return engine.submit(case.prompt_ids, case.params).result().token_ids
     with single_threaded():
-        return tuple(naive.generate(naive.reading(model(arch)), *asked, EOS).token_ids)
+        return tuple(naive.generate(naive.reading(model(arch)), *case, EOS).token_ids)
 
 
 def encode(text: str) -> tuple[int, ...]:
-    """One token a byte."""
+    """Encode a text, a token for each byte."""
     return tuple(byte_tokenizer()(text).input_ids)
 
 
 @functools.cache
-def asked(arch: str, grammar: str = "", max_tokens: int = 32) -> tuple[Asked, ...]:
-    """Prompts at random, and such as drafters have something to say about; greedy and sampled, some with penalties."""
+def cases(arch: str, grammar: str = "", max_tokens: int = 32) -> tuple[PromptCase, ...]:
+    """Return prompts that repeat themselves and others; greedy and sampled, with and without penalties."""
     letters = "".join(LETTERS[(i * i + i // 5) % len(LETTERS)] for i in range(40))
     few: dict[str, Any] = {} if grammar else {"logit_bias": ONLY_LETTERS}
     penalties: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 40}
@@ -104,19 +104,23 @@ def asked(arch: str, grammar: str = "", max_tokens: int = 32) -> tuple[Asked, ..
         ("the quick brown fox; the quick brown", {"temperature": 0.8, "seed": 3}),
         ("x" * 60, {**penalties, "temperature": 0.7, "seed": 4}),
     ]
-    every = [Asked(encode(p), SamplingParams(max_tokens=max_tokens, grammar=grammar, **more)) for p, more in kinds]
-    own = () if grammar else answer(arch, every[1])  # it goes on as it did before
-    return (*every, Asked((*every[1].prompt_ids, *own), every[1].params))
+    all_cases = [
+        PromptCase(encode(prompt), SamplingParams(max_tokens=max_tokens, grammar=grammar, **options))
+        for prompt, options in kinds
+    ]
+    repetitive = all_cases[1]
+    begun = () if grammar else answer(arch, repetitive)  # the answer repeats what the model wrote before
+    return (*all_cases, PromptCase((*repetitive.prompt_ids, *begun), repetitive.params))
 
 
 def texts(grammar: str = "") -> list[Text]:
-    """Of the first tiny model, numbered from 1."""
-    found = asked(ARCHS[0], grammar, 48)
-    return [Text(Request(i, *one, EOS), answer(ARCHS[0], one)) for i, one in enumerate(found, 1)]
+    """Return requests, numbered from 1, with the answers of the first tiny model."""
+    all_cases = cases(ARCHS[0], grammar, 48)
+    return [Text(Request(i, *case, EOS), answer(ARCHS[0], case)) for i, case in enumerate(all_cases, 1)]
 
 
 def setting() -> Setting:
-    """As an engine over the first tiny model has it."""
+    """Return the setting of an engine over the first tiny model."""
     tokenizer = read_tokenizer(Path(folder(ARCHS[0])))
     grammars = Grammars(tokenizer, tiny.VOCAB, EOS, LIMITS)
     return Setting(tiny.VOCAB, MAX_LEN, LIMITS.num_seqs, EOS, tokenizer, grammars.start, LIMITS)
@@ -124,27 +128,33 @@ def setting() -> Setting:
 
 @dataclass
 class Factory:
-    """Makes the plug-in, perhaps wrapped, and says of it what the engine asks of a class."""
+    """Makes the tested drafter, perhaps wrapped, and has the attributes that an engine reads from a drafter's class.
+
+    Attributes:
+        make: makes a drafter.
+        made: drafters made so far.
+    """
 
     make: Callable[[Setting], Drafter]
     name: str
     paced: bool
     of_grammars: bool = False
+    from_model: bool = False
     made: int = 0
 
     def __call__(self, setting: Setting) -> Drafter:
-        """A fresh one."""
+        """Make a drafter."""
         self.made += 1
         return self.make(setting)
 
 
 @contextlib.contextmanager
 def running(arch: str, factory: Factory | None = None, **options: Any) -> Iterator[Engine]:
-    """An engine that asks a drafter for all it has, and verifies it, whatever that costs.
+    """Run an engine that wants all candidates of a drafter and verifies them, whatever that costs.
 
     Args:
         arch: of the target.
-        factory: of the drafter; None where `draft_model` in the options names it.
+        factory: of the drafter; None if `draft_model` in the options names it.
         options: of `EngineConfig`.
     """
     if factory is not None:
@@ -153,13 +163,13 @@ def running(arch: str, factory: Factory | None = None, **options: Any) -> Iterat
     usual = {"dtype": "float64", "drafters": (), "max_model_len": MAX_LEN, "limits": LIMITS, "pins": pins}
     try:
         with Engine(EngineConfig(folder(arch), **{"draft_model": NAME, **usual, **options})) as engine:
-            assert factory is None or factory.made, "the engine has made another drafter in its place"
+            assert factory is None or factory.made, "the engine made another drafter instead of the tested one"
             yield engine
     finally:
         plugins._registered.pop(("drafters", NAME), None)
 
 
-def answers(engine: Engine, every: Sequence[Asked], schedule: Schedule) -> list[Completion]:
-    """All of them at once."""
-    begun = [engine.submit(one.prompt_ids, replace(one.params, schedule=schedule)) for one in every]
-    return [generation.result() for generation in begun]
+def answers(engine: Engine, cases: Sequence[PromptCase], schedule: Schedule) -> list[Completion]:
+    """Submit all cases at once; return their completions."""
+    generations = [engine.submit(case.prompt_ids, replace(case.params, schedule=schedule)) for case in cases]
+    return [generation.result() for generation in generations]

@@ -1,4 +1,4 @@
-"""Tiny random models on disk, with a byte tokenizer, and drafts that match them in part."""
+"""Tiny random models on disk, with a byte tokenizer, and drafts that agree with them in part."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ CONFIGS: dict[str, Any] = {
 
 
 def save(model: Any, folder: Path) -> str:
-    """Writes a model with the byte tokenizer; the folder."""
+    """Write a model with the byte tokenizer; return the folder."""
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 def make_target(arch: str, folder: Path, seed: int = 0) -> str:
-    """A random model in float64, with a tokenizer; never ends by itself."""
+    """Make a random model in float64 with a tokenizer; return its folder. Its answers rarely end before a limit."""
     torch.manual_seed(seed)
     return save_random(CONFIGS[arch](), folder)
 
 
 def save_random(config: Any, folder: Path) -> str:
-    """A random model of a config, in float64, with a tokenizer."""
+    """Make a random model of a configuration in float64, with a tokenizer; return its folder."""
     config.eos_token_id = byte_tokenizer().eos_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model.generation_config.eos_token_id = config.eos_token_id
@@ -57,7 +57,7 @@ def save_random(config: Any, folder: Path) -> str:
 
 
 def make_draft(target: str, folder: Path, noise: float, seed: int = 1) -> str:
-    """The target's weights plus noise, in units of each tensor's own spread: it matches in part."""
+    """Make a draft, the target's weights plus noise (in standard deviations of each tensor); return its folder."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():

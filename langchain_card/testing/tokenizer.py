@@ -1,4 +1,4 @@
-"""A tokenizer without files: one token a byte."""
+"""A tokenizer without files: a token for each byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes and an end-of-text token (id 256)."""
+    """Return a tokenizer of 256 bytes and an end-of-text token (id 256)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -138,10 +138,10 @@ def test_a_quantile_learns_from_the_mismatches_seen() -> None:
     assert not any(rescues(rule, number / FEWEST) for number in range(FEWEST)), "it begins shut"
     other = rule.copy()
     assert rescues(rule, 0.5) and not rescues(rule, 0.49) and rescues(rule, 2.0)
-    assert len(other._seen) == FEWEST and rescues(other, 0.5), "a copy goes on by itself"
+    assert len(other._doubts) == FEWEST and rescues(other, 0.5), "a copy goes on by itself"
     for _ in range(2000):
         rescues(rule, 5.0)
-    assert len(rule._seen) == 512 and not rescues(rule, 4.9) and rescues(rule, 5.0)
+    assert len(rule._doubts) == 512 and not rescues(rule, 4.9) and rescues(rule, 5.0)
     strictest, widest = loose(window=2, quantile=1), loose(window=2, quantile=0)
     for number in range(100):
         assert not rescues(strictest, float(number))

@@ -114,7 +114,7 @@ def slow_once(usual: Callable[[int], float], least: int, seconds: float) -> Call
 @pytest.mark.parametrize("cold", [(0.1, 0.02), (20.0, 0.02), (0.1, 0.5), (0.1, 20.0)])
 def test_one_slow_step_does_not_end_speculation(schedule: Schedule, cold: tuple[float, float]) -> None:
     """The first one over several rows, or of the draft, may take long: a page fault, a kernel that is built."""
-    model, speeds = ToyModel(200, top=0.8, sibling=0.7), []
+    model, speeds = ToyModel(200, top=0.8, second=0.7), []
     for target_cold, draft_cold in ((0.1, 0.02), cold):
         policy = Controller(shared_device=schedule == "sequential")
         target = ToyTarget(model, slow_once(lambda rows: 0.1 + 0.002 * rows, 2, target_cold))

@@ -82,7 +82,7 @@ def test_planted_stale_verdict_accepted(monkeypatch: Patch) -> None:
     """The answer of a target that was killed counts for the window that its successor works on."""
     bad = replaced(Coordinator._commit, " or state.window.step_id != verdict.step_id", "", coordinator)
     monkeypatch.setattr(Coordinator, "_commit", bad)
-    caught("target's|KV|range|failed without need", "the target dies and comes back")
+    caught("target's|KV|range|without may_fail", "the target dies and comes back")
 
 
 def test_planted_lost_proposal_shifts_the_numbering(monkeypatch: Patch) -> None:
@@ -215,14 +215,14 @@ def test_planted_the_place_of_one_who_was_put_back_stays_taken(monkeypatch: Patc
 def test_planted_an_answer_ends_early(monkeypatch: Patch) -> None:
     """One token is missing, and the reason is that of a whole answer."""
     monkeypatch.setattr(coordinator, "cut", replaced(cut, "request.params.max_tokens - num", "2 - num", walking))
-    caught("not whole", "one after the other")
+    caught("not complete", "one after the other")
 
 
 def test_planted_a_target_that_dies_takes_all_requests_with_it(monkeypatch: Patch) -> None:
     """Answers end where they would go on."""
     old, new = "culprits if restart_at is not None else list(self.scheduler.waiting)", "list(self.scheduler.waiting)"
     monkeypatch.setattr(Coordinator, "_on_died", replaced(Coordinator._on_died, old, new, coordinator))
-    caught("failed without need", "the target dies and comes back")
+    caught("without may_fail", "the target dies and comes back")
 
 
 def test_planted_end_not_sent(monkeypatch: Patch) -> None:
@@ -235,7 +235,7 @@ def test_planted_what_came_during_a_pass_is_forgotten(monkeypatch: Patch) -> Non
     """Proposals that wait for a verdict are never taken in when the pass ran out of memory."""
     bad = replaced(Coordinator._on_out_of_memory, "self.intake.absorb(state)", "pass", coordinator)
     monkeypatch.setattr(Coordinator, "_on_out_of_memory", bad)
-    caught("nobody takes in")
+    caught("never be taken in")
 
 
 def test_planted_a_long_text_is_read_only_once_there_is_another_window(monkeypatch: Patch) -> None:

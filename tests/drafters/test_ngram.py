@@ -18,7 +18,7 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.ngram.drafter import NgramDrafter
-from langchain_card.drafters.ngram.table import MAX_MATCH, PAGE, WAYS, Table, Tenants, Text
+from langchain_card.drafters.ngram.table import MAX_MATCH, PAGE, WAYS, Table, Tenants, TextCursor
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Budget, Setting
@@ -56,7 +56,7 @@ def tokens(table: Table, *tail: int) -> list[int]:
 
 
 def test_a_leader_keeps_its_latest_followers() -> None:
-    table, text = Table(LEAST), Text()
+    table, text = Table(LEAST), TextCursor()
     table.write(text, [9, 1, 9, 2, 9, 3, 9, 4])
     assert tokens(table, 9) == [4, 3, 2, 1]
     table.write(text, [9, 2])
@@ -69,13 +69,13 @@ def test_a_leader_keeps_its_latest_followers() -> None:
 
 
 def test_the_longest_match_comes_first() -> None:
-    table, text = Table(LEAST), Text()
+    table, text = Table(LEAST), TextCursor()
     table.write(text, [1, 2, 3, 4, 50, 7, 8, 3, 4, 60, 9, 9, 4, 70])
     assert [(token, match) for token, _, match in table.followers([1, 2, 3, 4])] == [(50, 4), (60, 2), (70, 1)]
 
 
 def test_old_leaders_go_first_and_the_bound_holds() -> None:
-    table, text, last = Table(LEAST), Text(), 0
+    table, text, last = Table(LEAST), TextCursor(), 0
     for last in range(20_000):
         table.write(text, [last])
         assert table.num_bytes <= LEAST
@@ -85,8 +85,8 @@ def test_old_leaders_go_first_and_the_bound_holds() -> None:
 
 def test_pieces_of_a_text_are_one_text() -> None:
     """Leaders reach over calls and pages."""
-    whole, pieces, text, said = Table(1 << 20), Table(1 << 20), Text(), [*range(4 * PAGE)]
-    whole.write(Text(), said)
+    whole, pieces, text, said = Table(1 << 20), Table(1 << 20), TextCursor(), [*range(4 * PAGE)]
+    whole.write(TextCursor(), said)
     for start in range(0, len(said), 7):
         pieces.write(text, said[start : start + 7])
     for end in range(1, len(said)):
@@ -97,7 +97,7 @@ def test_pieces_of_a_text_are_one_text() -> None:
 
 
 def test_texts_that_take_turns_do_not_mix() -> None:
-    table, texts = Table(1 << 20), (Text(), Text())
+    table, texts = Table(1 << 20), (TextCursor(), TextCursor())
     for i in range(2 * PAGE):
         for number, text in enumerate(texts):
             table.write(text, [10_000 * number + i])
@@ -108,7 +108,7 @@ def test_texts_that_take_turns_do_not_mix() -> None:
 
 def test_a_page_that_was_taken_is_nobodys() -> None:
     """A text that rests while others fill the log goes on in a new page, and knows how it ended."""
-    table, resting, busy = Table(LEAST), Text(), Text()
+    table, resting, busy = Table(LEAST), TextCursor(), TextCursor()
     table.write(resting, [1, 2, 3])
     table.write(busy, [*range(10, 20_000)])
     table.write(resting, [4])
@@ -118,9 +118,9 @@ def test_a_page_that_was_taken_is_nobodys() -> None:
 def test_tenants_have_one_bound_and_the_one_that_rests_goes() -> None:
     tenants, said = Tenants(1 << 18), [*range(4 * PAGE)]
     for name in "ab":
-        tenants.table(name).write(Text(), said)
+        tenants.table(name).write(TextCursor(), said)
     tenants.table("a")  # used again, so that b has rested longer
-    text = Text()
+    text = TextCursor()
     tenants.table("c").write(text, [5, 6])
     while len(tenants._tables) == 3:
         tenants.table("c").write(text, said[: PAGE // 2])
@@ -130,7 +130,7 @@ def test_tenants_have_one_bound_and_the_one_that_rests_goes() -> None:
 
 @pytest.mark.parametrize("bound", [LEAST, 200_000, 1 << 19, 3_000_000])
 def test_the_bound_holds_after_every_write(bound: int) -> None:
-    tenants, source, texts = Tenants(bound), random.Random(bound), defaultdict[int, Text](Text)
+    tenants, source, texts = Tenants(bound), random.Random(bound), defaultdict[int, TextCursor](TextCursor)
     for _ in range(3000):
         number = source.randrange(source.choice([1, 3, 7]))
         said = [source.randrange(50_000) for _ in range(source.randrange(1, PAGE))]
@@ -342,7 +342,7 @@ def test_an_engine_drafts_from_its_tenants_texts(tiny_pairs: dict[str, tuple[str
 
 def test_the_tail_is_what_was_said_last() -> None:
     """Whatever pieces the text comes in, and wherever a page ends."""
-    table, text, said, rng = Table(1 << 20), Text(), list[int](), random.Random(0)
+    table, text, said, rng = Table(1 << 20), TextCursor(), list[int](), random.Random(0)
     while len(said) < 20 * PAGE:
         piece = [rng.randrange(1000) for _ in range(rng.choice((1, 2, 3, 4, 7, 9)) if said else 600)]
         table.write(text, piece)

@@ -25,7 +25,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.engine.plugin_drafters import choose
 from langchain_card.errors import CARDError, InvalidInputError
 from langchain_card.ports import Budget, Setting
-from langchain_card.testing.hostile import FAILURES, Failing
+from langchain_card.testing.hostile import FAILURES, FailingDrafter
 from tests.simulation import FixedPolicy, ToyDrafter, ToyModel, invariants
 from tests.support import tiny
 from tests.support.exactness import Figures, Reference, compare
@@ -181,10 +181,10 @@ def test_a_lower_drafter_that_fails_is_left_out_alone(
     models: Models, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The draft model above it lives on, with its one life."""
-    made, accepted = list[Failing](), 0
+    made, accepted = list[FailingDrafter](), 0
 
-    def failing(setting: Setting) -> Failing:
-        made.append(Failing(NgramDrafter(setting), where))
+    def failing(setting: Setting) -> FailingDrafter:
+        made.append(FailingDrafter(NgramDrafter(setting), where))
         return made[-1]
 
     failing.name, failing.paced, failing.looks_ahead = "failing", False, True  # type: ignore[attr-defined]

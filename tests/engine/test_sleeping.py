@@ -41,7 +41,7 @@ def test_sleeping_devices_keep_up_with_the_virtual_clock(ratio: int, draft_ms: i
 
     A busy machine wakes a sleeper late, which is no work of ours: the virtual clock runs with the steps as they were.
     """
-    model, t_draft, shares, speedups = ToyModel(200, top=0.8, sibling=0.7), draft_ms / 1e3, [], []
+    model, t_draft, shares, speedups = ToyModel(200, top=0.8, second=0.7), draft_ms / 1e3, [], []
     goal = virtual(model, ratio * t_draft, t_draft, "parallel")
     theory = goal / virtual(model, ratio * t_draft, t_draft, "sequential")
     for _ in range(TRIES):

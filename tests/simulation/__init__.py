@@ -1,4 +1,4 @@
-"""The protocol in a simulated world: toy models, a virtual clock, and an explorer of every order of events."""
+"""A simulated world for the core's protocol: toy models, a virtual clock, and an explorer of every order of events."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`Explorer`: drives a `World` through many orders of events, or through all of them.
+"""Exploration of a `World`: every order of events (`exhaust`), or one order (`run`) that a chooser selects.
 
-Four choosers: every order (`exhaust`), and for one run at a time a random one, one by priorities that change a few
-times (PCT: finds bugs that need few, rare preemptions; Burckhardt et al., ASPLOS 2010), and a recorded one. A failure
-names the scope, the seed and the actions, and `replay` repeats it.
+There are three choosers: a random one, one with priorities that change a few times (PCT, which finds bugs that need a
+few rare preemptions; Burckhardt et al., ASPLOS 2010), and one that repeats a recording. A failure names the scope, the
+seed and the actions, and `replay` repeats it.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ Chooser: TypeAlias = Callable[[World, list[Action]], Action]
 
 
 class Violation(AssertionError):
-    """An invariant does not hold.
+    """Raised if an invariant does not hold.
 
     Attributes:
         scope: of the world.
-        actions: that lead there; `replay(scope, actions)` does it again.
+        actions: actions that lead to the violation; `replay(scope, actions)` repeats them.
     """
 
     def __init__(self, scope: Scope, actions: Sequence[Action], reason: str, seed: int | None = None) -> None:
         self.scope, self.actions = scope, tuple(actions)
-        self._told = scope, self.actions, reason, seed
+        self._args = scope, self.actions, reason, seed
         how = "exhaustive" if seed is None else f"seed {seed}"
         super().__init__(f"{reason} (scope {scope.name!r}, {how}); replay with actions = {list(actions)!r}")
 
     def __reduce__(self) -> tuple[type[Violation], tuple[object, ...]]:
-        """It comes whole out of a process that explores."""
-        return Violation, self._told
+        """Pickle all arguments, so that a violation can leave the process that explores."""
+        return Violation, self._args
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What an exhaustive exploration saw.
+    """Counts of an exhaustive exploration.
 
     Attributes:
-        states: distinct ones.
+        states: distinct states.
         transitions: actions tried.
-        ends: states in which every request had ended and nothing was under way.
-        complete: whether all reachable states were seen.
+        ends: states in which every request has ended and nothing is under way.
+        complete: True if all reachable states were visited.
     """
 
     states: int
@@ -57,29 +57,29 @@ class Coverage:
 
 
 class RandomChooser:
-    """Takes any action; faults strike with a chance.
+    """Chooses actions at random, and faults with a given chance.
 
     Args:
         seed: of the choices.
-        fault_chance: per action.
+        fault_chance: chance that an action is a fault.
     """
 
     def __init__(self, seed: int, fault_chance: float = 0.05) -> None:
         self._random, self._fault_chance = random.Random(seed), fault_chance
 
     def __call__(self, world: World, actions: list[Action]) -> Action:
-        """One action of `actions`."""
+        """Choose one of `actions`."""
         faulty = self._random.random() < self._fault_chance
         wanted = [action for action in actions if (action[0] in world.faults) == faulty]
         return self._random.choice(wanted or actions)
 
 
 class PriorityChooser:
-    """Gives every action a priority and takes the highest; `changes` times the one taken drops to the end.
+    """Chooses the action with the highest priority; `changes` times, the chosen action then gets the lowest one.
 
     Args:
         seed: of the priorities.
-        changes: how often, within `length` actions.
+        changes: changes of priority within `length` actions.
         length: expected actions of a run.
     """
 
@@ -90,7 +90,7 @@ class PriorityChooser:
         self._count = 0
 
     def __call__(self, world: World, actions: list[Action]) -> Action:
-        """One action of `actions`."""
+        """Choose one of `actions`."""
         for action in actions:
             self._priorities.setdefault(action, self._random.random())
         best = max(actions, key=self._priorities.__getitem__)
@@ -101,21 +101,21 @@ class PriorityChooser:
 
 
 class RecordedChooser:
-    """Takes the actions of a list, one after the other."""
+    """Chooses the actions of a recording, in order."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = iter(actions)
 
     def __call__(self, world: World, actions: list[Action]) -> Action:
-        """The next recorded action."""
+        """Return the next recorded action."""
         return next(self._actions)
 
 
 def run(scope: Scope, chooser: Chooser, *, max_actions: int = 100_000, seed: int | None = None) -> World:
-    """Lets one world run until it has ended.
+    """Run one world until all requests have ended.
 
     Raises:
-        Violation: an invariant broke, nothing could happen before the end, or the end did not come.
+        Violation: an invariant does not hold, no action is possible before the end, or there are too many actions.
     """
     world, done = World(scope), list[Action]()
     for _ in range(max_actions):
@@ -137,7 +137,7 @@ def _reason(error: Exception) -> str:
 
 
 def replay(scope: Scope, actions: Sequence[Action]) -> World:
-    """Repeats recorded actions; raises what they raised."""
+    """Repeat recorded actions, with the exceptions that they raised."""
     world = World(scope)
     for action in actions:
         world.do(tuple(action))
@@ -145,10 +145,10 @@ def replay(scope: Scope, actions: Sequence[Action]) -> World:
 
 
 def exhaust(scope: Scope, *, max_states: int = 10_000_000) -> Coverage:
-    """Tries every order of everything that can happen; checks that an end can be reached from every state.
+    """Try every order of all possible actions, and check that an end can be reached from every state.
 
     Raises:
-        Violation: an invariant broke, or from some state no end can be reached.
+        Violation: an invariant does not hold, or from some state no end can be reached.
     """
     first = World(scope)
     seen = {fingerprint(first): 0}
@@ -198,7 +198,7 @@ def _check_ends(
     ends: list[int],
     trace: Callable[[int], list[Action]],
 ) -> None:
-    """From every state an end can be reached: walks the edges backwards from the ends."""
+    """Raise `Violation` if an end cannot be reached from some state: follow the edges backwards from the ends."""
     before: list[list[int]] = [[] for _ in range(num_states)]
     for start, end in zip(edges_from, edges_to):  # noqa: B905
         before[end].append(start)

@@ -1,6 +1,6 @@
-"""A world's state as one value: equal for states that cannot behave differently, whatever numbers they have reached.
+"""`fingerprint`: a value for the state of a world, equal for states that behave in the same way.
 
-Left out: statistics, times, and the absolute values of step ids, epochs and incarnations; only how they compare
+Statistics and times are left out. So are the absolute values of step ids, epochs and incarnations: only their order
 matters.
 """
 
@@ -17,7 +17,7 @@ from tests.simulation.world import World
 
 
 def fingerprint(world: World) -> int:
-    """A hash of what matters of `world`: 64 bits, so that a collision among millions is unlikely.
+    """Return a hash of the state that matters: 64 bits, so that a collision among millions is unlikely.
 
     Python gives -1 and -2 the same hash: no field may hold both.
     """
@@ -33,7 +33,7 @@ def fingerprint(world: World) -> int:
         scheduler.capacity,
         core.draining,
         tuple(name in core.workers for name in (m.TARGET, *world.drafts)),
-        None if world.target is None else tuple(world.target.held.items()),
+        None if world.target is None else tuple(world.target.kv_lengths.items()),
         None if world.windows is None else tuple(window.request_id for window in world.windows),
         tuple(window.request_id for window in world.unread),
         world.waiting,
@@ -97,8 +97,8 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
         state = states.get(request_id)
         source = state.drafters.get(name) if state is not None else None
         if source is None or source.incarnation != incarnation:
-            return None  # stale for ever
-        return max(epoch - source.epoch, -1)  # all older ones are stale alike
+            return None  # stale from now on
+        return max(epoch - source.epoch, -1)  # older epochs are all stale
 
     trees = []
     for request_id, tree in draft.drafter.trees.items():
@@ -132,7 +132,7 @@ def _command(command: Any) -> Any:
 
 
 def _canonical(tree: CandidateTree) -> dict[int, int]:
-    """Number of each node that can still matter: committed ones from -3 downwards, live candidates from 0 upwards."""
+    """Number the nodes that still matter: committed ones from -3 downwards, live candidates from 0 upwards."""
     number = {node: -3 - depth for depth, node in enumerate(tree.path)}
     live = (node for node in range(tree.root + 1, len(tree)) if tree.is_alive(node))
     return number | {node: i for i, node in enumerate(live)} | {DEAD: DEAD}

@@ -1,4 +1,4 @@
-"""What must hold after every event, whatever happened before."""
+"""Invariants that must hold after every event, whatever happened before."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def check(world: World) -> None:
-    """Raises AssertionError when an invariant does not hold.
+    """Raise AssertionError if an invariant does not hold.
 
-    - the emitted tokens begin the target's own answer, each once and in order;
-    - an answer ends whole (`check_end`);
-    - requests submitted are those that wait, run and have ended;
-    - every candidate sits under a prefix from which its drafter proposes it;
+    - the emitted tokens are a prefix of the target's own answer;
+    - an answer ends complete (`check_end`);
+    - each submitted request waits, runs or has ended;
+    - each candidate is below a prefix after which its drafter proposes it;
     - no two nodes of a draft share a KV slot;
     - all bounds hold;
     - an ended request holds nothing.
@@ -34,12 +34,12 @@ def check(world: World) -> None:
     assert running <= limits.num_seqs, "too many requests run"
     assert waiting <= limits.max_queue + limits.num_seqs, "too many requests wait"
     for state in (*scheduler.running.values(), *scheduler.waiting):
-        assert state.window is not None or not state.pending, "a proposal that nobody takes in"
+        assert state.window is not None or not state.pending, "a proposal that will never be taken in"
         emitted = world.emitted[state.request.request_id]
-        assert tuple(state.output_ids) == emitted, "what is committed is not what was emitted"
+        assert tuple(state.output_ids) == emitted, "the committed tokens are not the emitted ones"
         _check_tree(world, state)
-    held = set(world.target.held) if world.target is not None else set()
-    assert held <= set(core.scheduler.running), "an ended request holds KV"
+    with_kv = set(world.target.kv_lengths) if world.target is not None else set()
+    assert with_kv <= set(core.scheduler.running), "an ended request holds KV"
     for draft in world.drafts.values():
         for tree in draft.drafter.trees.values():
             _check_slots(tree)
@@ -53,19 +53,19 @@ def _check_tree(world: World, state: RequestState) -> None:
     assert [tree.tokens[node] for node in tree.path[1:]] == state.output_ids, "the tree does not hold the answer"
     assert len(tree) - len(tree.path) <= 2 * limits.max_tree_nodes, "the tree has no bound"
     for source in state.drafters.values():
-        assert source.lead(tree) <= 2 * limits.max_lead, "candidates deeper than may be"
-        assert source.granted <= limits.max_lead, "more leave than there may be lead"
+        assert source.lead(tree) <= 2 * limits.max_lead, "candidates deeper than max_lead allows"
+        assert source.granted <= limits.max_lead, "more steps granted than max_lead allows"
     check_prefixes(state, lambda prefix, source: world.model.candidates(prefix, world.numbers[source]))
 
 
 def check_prefixes(
     state: RequestState, candidates: Callable[[tuple[int, ...], str], Sequence[tuple[int, float]]]
 ) -> None:
-    """Raises AssertionError unless every candidate sits under a prefix from which its drafter proposes it.
+    """Raise AssertionError if a candidate is below a prefix after which its drafter does not propose it.
 
     Args:
         state: of a request.
-        candidates: what a drafter says after a prefix, given its name.
+        candidates: maps a prefix and the name of a drafter to the drafter's candidates.
     """
     tree = state.tree
     prefixes = {tree.root: (*state.request.prompt_ids, *state.output_ids)}
@@ -73,7 +73,7 @@ def check_prefixes(
         above = prefixes.get(tree.parents[node])
         if above is not None:
             proposed = candidates(above, tree.sources[node])
-            assert any(tree.tokens[node] == token for token, _ in proposed), "a candidate under a wrong prefix"
+            assert any(tree.tokens[node] == token for token, _ in proposed), "a candidate below a wrong prefix"
             prefixes[node] = (*above, tree.tokens[node])
 
 
@@ -88,24 +88,24 @@ def _check_slots(tree: DraftTree) -> None:
 
 
 def check_end(world: World, request_id: int, reason: FinishReason) -> None:
-    """Raises AssertionError unless a request may end now, for this reason.
+    """Raise AssertionError if a request must not end now, for this reason.
 
-    - an answer is whole: cut at `max_tokens`, at the end of text, or where its consumer wanted no more;
-    - a request fails only where faults may end one.
+    - an answer is complete: up to `max_tokens`, the end of text, or the point where its consumer stopped it;
+    - a request fails only in scopes with `may_fail`.
     """
     assert request_id not in world.finished, "ended twice"
     emitted, whole = world.emitted[request_id], world.answers[request_id]
     if request_id == world.stopping:
-        assert reason in (FinishReason.ABORT, FinishReason.STOP), "another reason than the consumer's"
+        assert reason in (FinishReason.ABORT, FinishReason.STOP), "the reason is not the consumer's"
     elif reason is FinishReason.ERROR:
-        assert world.scope.may_fail, "a request failed without need"
+        assert world.scope.may_fail, "a request failed in a scope without may_fail"
     else:
         end = FinishReason.STOP if whole[-1] == world.scope.eos else FinishReason.LENGTH
-        assert emitted == whole and reason is end, "the answer is not whole"
+        assert emitted == whole and reason is end, "the answer is not complete"
 
 
 def check_window(world: World, window: m.Window) -> None:
-    """Raises AssertionError unless a window starts at the last committed token and has no row too many."""
+    """Raise AssertionError if a window does not start at the last committed token, or has too many rows."""
     state = world.core.scheduler.running[window.request_id]
     assert window is state.window, "two windows of one request in flight"
     assert len(window.token_ids) <= world.core.limits.max_window, "more rows than max_window"

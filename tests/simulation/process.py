@@ -1,4 +1,4 @@
-"""A drafter as a process of its own: the real worker, its two channels, and its death."""
+"""`Draft`: a drafter as in a process of its own, with the real worker, two channels, and a way to die."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class Draft:
 
     Attributes:
         drafter: a toy.
-        worker: the engine's own.
-        alive: whether the process is.
-        inbox, outbox: what is under way.
+        worker: a worker of the engine, around the drafter.
+        alive: False while the process is dead.
+        inbox: commands under way.
+        outbox: proposals under way.
     """
 
     def __init__(self, drafter: ToyDrafter) -> None:
@@ -27,7 +28,7 @@ class Draft:
         self.worker = DraftWorker(drafter, self.outbox.append, self._note)
 
     def copy(self) -> Draft:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = Draft(self.drafter.copy())
         copied.alive = self.alive
         copied.worker.begun |= self.worker.begun
@@ -40,18 +41,18 @@ class Draft:
 
     @property
     def may_step(self) -> bool:
-        """Whether some request has leave."""
+        """True if a request has steps granted."""
         return any(self.worker.granted.values())
 
     def run_out_of_memory(self) -> tuple[int, ...]:
-        """A step that has no memory; the requests that it was for."""
+        """Take a step that runs out of memory; return the requests that it was for."""
         self.drafter.out_of_memory = True
         self.worker.step()
         self.drafter.out_of_memory = False
         return self._short
 
     def die(self) -> None:
-        """What was sent may still arrive."""
+        """Die; proposals in the outbox may still arrive."""
         self.alive = False
         self.inbox.clear()
         self.worker.close()

@@ -1,4 +1,4 @@
-"""What a simulated world holds."""
+"""`Scope`: the parameters of a simulated world."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from langchain_card.config import Limits, Schedule
 
 @dataclass(frozen=True)
 class Scope:
-    """What a world holds and what may go wrong in it.
+    """The contents of a world, and the faults in it.
 
     Attributes:
         name: of the scope.
-        requests: answers to be written.
-        max_tokens: of each.
-        drafters: at the tree.
-        schedule: of every request; `"auto"` changes whenever one comes or goes (`toy.FixedPolicy`).
-        vocab_size, top: of the toy model.
+        requests: number of requests.
+        max_tokens: tokens of each answer, at most.
+        drafters: number of drafters.
+        schedule: of every request; `"auto"` changes whenever a request comes or goes (`toy.FixedPolicy`).
+        vocab_size: of the toy model.
+        top: chance that the toy drafter's first candidate is right.
+        seed: of the toy model.
         limits: bounds.
         widths: draft steps granted with a correction.
         eos: token that ends a text; -1 for none.
-        begun: tokens of each answer that are there when it arrives.
-        unpaced: the last drafter is one that is asked in every round, as prompt lookup is.
-        may_fail: whether what goes wrong may end a request with an error.
-        one_reader: a consumer that fell behind reads on only when nobody else's answer is still to come.
-        faults: how often each fault may strike: "kill", "kill target", "out of memory", "target out of memory", "lose",
-            "repeat", "abort", "stop" (a stop string takes the last token back), "pause", "drain", "read on" (the target
-            reads a piece of a text and answers the other windows).
+        begun: tokens of each answer that come with its request.
+        unpaced: True if the last drafter is not paced, so that it works in every round, as prompt lookup does.
+        may_fail: True if faults may end a request with an error.
+        one_reader: True if a paused consumer resumes only when all other requests are paused or ended.
+        faults: number of times each fault may occur: "kill", "kill target", "out of memory", "target out of memory",
+            "lose", "repeat", "abort", "stop" (a stop string removes the last token), "pause", "drain", "read on" (the
+            target reads a part of one text and verifies the other windows).
     """
 
     name: str

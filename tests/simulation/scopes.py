@@ -1,4 +1,4 @@
-"""The worlds that are explored: small enough to see all of them, wide enough for every event to meet every other."""
+"""The explored worlds: small enough for all their states, and large enough for every pair of events."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ LONG = [
 
 
 def named(name: str) -> Scope:
-    """The exhaustive world of this name."""
+    """Return the exhaustive world of this name."""
     return next(scope for scope in EXHAUSTIVE if scope.name == name)
 
 
 def long_text(seed: int, *, schedule: str = "parallel") -> Scope:
-    """A world for one random run: several requests, two drafters, every fault several times."""
+    """Return a world for one random run: several requests, two drafters, every fault several times."""
     faults = dict.fromkeys(("kill", "kill target", "out of memory", "pause", "read on"), 3)
     faults |= {"target out of memory": 1, "lose": 10, "repeat": 10, "abort": seed % 2, "drain": 0}
     limits = Limits(max_num_seqs=2, max_window=6, max_lead=6, max_tree_nodes=24, max_queue=4, max_failures=9)

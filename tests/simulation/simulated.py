@@ -1,6 +1,7 @@
-"""Simulated devices and a virtual clock: the real coordinator, and workers that are busy as long as they say.
+"""`Simulation`: the real coordinator with simulated devices and a virtual clock.
 
-No time passes: a run of minutes takes milliseconds and gives the same figures everywhere.
+A step takes the virtual seconds that its worker reports. Minutes of virtual time take milliseconds, and give the same
+figures everywhere.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from tests.simulation.process import Draft
 from tests.simulation.toy import ToyDrafter, ToyTarget
 
 HAIR = 1e-9
-"""Share of a step by which two ends may differ and still be one instant."""
+"""Share of a step by which its end may be early because of rounding; the step counts as ended."""
 
 
 @dataclass
 class Device:
-    """Takes one step at a time.
+    """A device that takes one step at a time.
 
     Attributes:
-        slowdown: how much longer a step takes while the other device works, too.
-        work: seconds of the step under way, had it the machine to itself; 0 when idle.
-        left: of them, those still to be done.
-        begun: when it began.
+        slowdown: factor by which a step takes longer while the other device works, too.
+        work: seconds that the step under way takes while the other device is idle.
+        left: the part of `work` still to be done; infinite when idle.
+        begun: time when the step began.
     """
 
     slowdown: float = 1.0
@@ -42,47 +43,47 @@ class Device:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way."""
+        """True while a step is under way."""
         return self.left < math.inf
 
     def begin(self, work: float, now: float) -> None:
-        """Starts a step."""
+        """Begin a step."""
         self.work, self.left, self.begun = work, work, now
 
     def advance(self, seconds: float, *, shared: bool) -> bool:
-        """Lets time pass; whether the step has ended."""
+        """Let time pass; return True if the step has ended."""
         self.left -= seconds / (self.slowdown if shared else 1.0)
         return self.left <= HAIR * self.work
 
     def end(self, now: float) -> float:
-        """Takes the step off; how many times longer it took than it would have alone."""
+        """End the step; return the factor by which it took longer than with the other device idle."""
         self.left = math.inf
         return (now - self.begun) / self.work if self.work else 1.0
 
 
 @dataclass
-class Answer:
-    """What a simulated request came to, in virtual seconds."""
+class SimulatedAnswer:
+    """The answer of a simulated request; its statistics are in virtual seconds."""
 
     token_ids: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
 
 
 class Simulation:
-    """Requests on two devices with a clock of their own.
+    """Requests on two simulated devices with a virtual clock.
 
-    Where a draft step and a target step end at one instant, the draft's comes first.
+    If a draft step and a target step end at the same time, the draft step comes first.
 
     Args:
-        target: with its step times.
-        drafter: with its step times; None for none.
+        target: the target; its step times are used.
+        drafter: the paced drafter, if any; its step times are used.
         policy: of the coordinator.
         limits: of the coordinator.
-        slowdown: how much longer a step of the (target, draft) takes while both work: two models on one bus.
+        slowdown: factors by which a step of (target, draft) takes longer while both work, as on one memory bus.
         beside: drafters whose steps take no time.
 
     Attributes:
-        now: the time.
+        now: the virtual time.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class Simulation:
         beside: Sequence[Drafter] = (),
     ) -> None:
         self.now = 0.0
-        every = [*beside, *([drafter] if drafter is not None else [])]
-        traits = [DrafterTraits(each.name, paced=each is drafter, from_model=each is drafter) for each in every]
+        drafters = [*beside, *([drafter] if drafter is not None else [])]
+        traits = [DrafterTraits(each.name, paced=each is drafter, from_model=each is drafter) for each in drafters]
         self._core = Coordinator(traits, limits, policy)
         self._target, self._draft = target, Draft(drafter) if drafter is not None else None
         self._beside = {each.name: DraftWorker(each, self._publish, lambda _: None) for each in beside}
@@ -105,13 +106,13 @@ class Simulation:
         self._drafted: list[m.Proposal] = []
         self._arrived: list[m.Proposal] = []
         self._look_at = 0.0
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, SimulatedAnswer] = {}
         self._open: set[int] = set()
 
-    def run(self, requests: Sequence[Request]) -> list[Answer]:
-        """Submits all at once and lets time pass until all are answered."""
+    def run(self, requests: Sequence[Request]) -> list[SimulatedAnswer]:
+        """Submit all requests at once, and let time pass until all are answered."""
         for request in requests:
-            self._answers[request.request_id] = Answer()
+            self._answers[request.request_id] = SimulatedAnswer()
             self._open.add(request.request_id)
             self._handle(m.Submitted(request, self.now))
         self._look_at = self.now
@@ -140,12 +141,12 @@ class Simulation:
             self._draft_device.begin(sum(proposal.elapsed for proposal in self._drafted), self.now)
 
     def _pass_time(self) -> None:
-        """Up to the next end of a step, or until the target wants to look again."""
+        """Let time pass up to the next end of a step, or until the target is to look for work again."""
         target, draft = self._target_device, self._draft_device
         shared = target.busy and draft.busy
         ends = [device.left * (device.slowdown if shared else 1.0) for device in (target, draft)]
         seconds = min(*ends, math.inf if target.busy else max(0.0, self._look_at - self.now))
-        assert seconds < math.inf or not self._open, "nothing will ever happen again"
+        assert seconds < math.inf or not self._open, "requests are open, but no event will follow"
         self.now += seconds if self._open else 0.0
         ended = [device.busy and device.advance(seconds, shared=shared) for device in (target, draft)]
         if ended[1]:
@@ -196,6 +197,6 @@ class Simulation:
 def simulate(
     request: Request, target: ToyTarget, drafter: ToyDrafter, policy: Policy, limits: Limits
 ) -> tuple[list[int], RequestStats]:
-    """One answer on two devices of their own; tokens and statistics."""
+    """Simulate one request on two devices; return the tokens and statistics of its answer."""
     (answer,) = Simulation(target, drafter, policy, limits).run([request])
     return answer.token_ids, answer.stats

@@ -1,7 +1,7 @@
 """Sleeping devices: the real driver, workers, transports and threads, over models that only sleep.
 
-So that real concurrency is tested where there is no second device: a sleeping step holds neither a core nor the
-interpreter, as a GPU's does not.
+They test real concurrency on a machine without a second device: a sleeping step occupies neither a core nor the
+interpreter, as on a GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.simulation.toy import StepTime, ToyDrafter, ToyModel, ToyTarget
 
 
 class SleepingTarget(ToyTarget):
-    """A target whose passes take their time.
+    """A target whose passes sleep for their step time.
 
     Attributes:
-        taken: seconds that each pass took: the operating system wakes a sleeper late.
+        taken: seconds that each pass took; more than its step time, as the operating system wakes threads late.
     """
 
     def __init__(self, model: ToyModel, step_time: StepTime) -> None:
@@ -45,7 +45,7 @@ class SleepingTarget(ToyTarget):
         self.taken: list[float] = []
 
     def verify(self, windows: Sequence[m.Window]) -> list[m.Verdict]:
-        """The scripted tokens, after a sleep."""
+        """Return the scripted tokens, after a sleep."""
         begun = time.perf_counter()
         verdicts = super().verify(windows)
         self.taken.append(_sleep_until(begun, sum(verdict.elapsed for verdict in verdicts)))
@@ -53,10 +53,10 @@ class SleepingTarget(ToyTarget):
 
 
 class SleepingDrafter(ToyDrafter):
-    """A drafter whose steps take their time.
+    """A drafter whose steps sleep for their step time.
 
     Attributes:
-        stall: seconds that the next step takes longer.
+        stall: additional seconds of the next step.
         taken: seconds that each step took.
     """
 
@@ -66,7 +66,7 @@ class SleepingDrafter(ToyDrafter):
         self.taken: list[float] = []
 
     def step(self, budgets: Sequence[Budget]) -> list[m.Proposal]:
-        """The scripted candidates, after a sleep."""
+        """Return the scripted candidates, after a sleep."""
         begun = time.perf_counter()
         proposals = super().step(budgets)
         stall, self.stall = self.stall, 0.0
@@ -75,20 +75,21 @@ class SleepingDrafter(ToyDrafter):
 
 
 def _sleep_until(begun: float, seconds: float) -> float:
-    """Sleeps the rest of a step that lasts `seconds`, its script included; the seconds that it took."""
+    """Sleep until a step has lasted for `seconds`; return the seconds that it took."""
     time.sleep(max(0.0, begun + seconds - time.perf_counter()))
     return time.perf_counter() - begun
 
 
 class SleepingEngine:
-    """An engine over a toy pair whose steps sleep. A context manager.
+    """An engine over a toy pair whose steps sleep; a context manager.
 
     Args:
-        model: the script.
-        target_time, draft_time: seconds of a step by its number of rows.
+        model: scripts both.
+        target_time: seconds of a target's pass by its number of rows.
+        draft_time: seconds of a draft step by its number of rows; ignored with `transport`.
         limits: bounds.
-        policy: of the coordinator; the learning one by default.
-        transport: makes that of a drafter "toy" that lives elsewhere; `draft_time` is without effect then.
+        policy: of the coordinator; a `Controller` by default.
+        transport: makes the transport of a drafter "toy" that is not made here.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class SleepingEngine:
         return ThreadTransport(worker, name="toy", on_death=functools.partial(driver.report_death, "toy"))
 
     def submit(self, prompt_ids: Sequence[int], **params: Any) -> Generation:
-        """Starts an answer."""
+        """Submit a request."""
         request = Request(next(self._ids), tuple(prompt_ids), SamplingParams(**params))
 
         def abort() -> None:
@@ -137,7 +138,7 @@ class SleepingEngine:
         return generation
 
     def close(self) -> None:
-        """Stops both threads."""
+        """Stop both threads."""
         self.driver.close()
         self._thread.join()
         for transport in self.driver.transports.values():

@@ -1,4 +1,4 @@
-"""Toy models: a target and drafts whose choices are scripted, so that every token of an answer is known beforehand."""
+"""Toy models: a target and drafters whose choices are scripted, so that every answer is known in advance."""
 
 from __future__ import annotations
 
@@ -22,67 +22,67 @@ _MODULUS = 2**31 - 1
 
 
 class Script(Protocol):
-    """What a target and its drafts say after every prefix."""
+    """Scripts the choices of a target and its drafters after every prefix."""
 
     def target_token(self, prefix: tuple[int, ...]) -> int:
-        """The target's token."""
+        """Return the target's token."""
 
     def candidates(self, prefix: tuple[int, ...], source: int = 1) -> tuple[tuple[int, float], ...]:
-        """Tokens that draft number `source` proposes, likeliest first, with log chances."""
+        """Return the tokens that drafter number `source` proposes, likeliest first, with log chances."""
 
 
 class ToyModel:
-    """A target whose choice depends on the whole prefix, and drafts that know it with a chance.
+    """A script: the target's token depends on the whole prefix, and drafters propose it with a given chance.
 
     Args:
         vocab_size: tokens 0 .. vocab_size - 1.
-        top: chance that a draft's likeliest child is the target's token.
-        sibling: chance that its second child is, when the first is not.
-        stated: chance that a draft states for its first child; half of the rest for the second.
-        seed: another one gives other texts.
+        top: chance that a drafter's first candidate is the target's token.
+        second: chance that the second candidate is, if the first is not.
+        seed: changes all texts.
+        stated: chance that a drafter states for its first candidate; half of the rest for the second.
     """
 
     def __init__(
-        self, vocab_size: int = 5, top: float = 0.6, sibling: float = 0.5, seed: int = 0, stated: float = 0.6
+        self, vocab_size: int = 5, top: float = 0.6, second: float = 0.5, seed: int = 0, stated: float = 0.6
     ) -> None:
         self.vocab_size = vocab_size
-        self._top, self._sibling, self._seed = top, sibling, seed
-        self._first, self._second = math.log(stated), math.log((1 - stated) / 2)
+        self._top, self._second_chance, self._seed = top, second, seed
+        self._first_logp, self._second_logp = math.log(stated), math.log((1 - stated) / 2)
         self.target_token = functools.lru_cache(maxsize=1 << 16)(self._target_token)
         self.candidates = functools.lru_cache(maxsize=1 << 16)(self._candidates)
 
     def _target_token(self, prefix: tuple[int, ...]) -> int:
-        """The target's token after `prefix`."""
+        """Return the target's token after `prefix`."""
         return self._draw(prefix, 0) % self.vocab_size
 
     def _candidates(self, prefix: tuple[int, ...], source: int = 1) -> tuple[tuple[int, float], ...]:
-        """Tokens that draft number `source` proposes after `prefix`, likeliest first, with log chances."""
+        """Return the tokens that drafter number `source` proposes after `prefix`, likeliest first, with log chances."""
         right, draw = self.target_token(prefix), self._draw(prefix, source)
         wrong = (right + 1 + draw % (self.vocab_size - 1)) % self.vocab_size
         chance = draw / _MODULUS
         if chance < self._top:
-            return ((right, self._first), (wrong, self._second))
-        if chance < self._top + (1 - self._top) * self._sibling:
-            return ((wrong, self._first), (right, self._second))
-        return ((wrong, self._first),)
+            return ((right, self._first_logp), (wrong, self._second_logp))
+        if chance < self._top + (1 - self._top) * self._second_chance:
+            return ((wrong, self._first_logp), (right, self._second_logp))
+        return ((wrong, self._first_logp),)
 
     def answer(self, prompt_ids: Sequence[int], count: int) -> tuple[int, ...]:
-        """What the target writes alone."""
+        """Return the target's own answer."""
         prefix = tuple(prompt_ids)
         for _ in range(count):
             prefix += (self.target_token(prefix),)
         return prefix[len(prompt_ids) :]
 
     def _draw(self, prefix: tuple[int, ...], stream: int) -> int:
-        return hash((self._seed, stream, prefix)) % _MODULUS  # of integers: the same in every process
+        return hash((self._seed, stream, prefix)) % _MODULUS  # hashes of integers are the same in every process
 
 
 class ToyTarget:
-    """The target's side, with a token list in the place of each sequence's KV.
+    """A target without a model: tokens stand for KV entries.
 
     Args:
-        script: what it says.
-        step_time: seconds of a pass by its number of rows; only reported.
+        script: determines its tokens.
+        step_time: seconds of a pass by its number of rows; reported, not spent.
     """
 
     def __init__(self, script: Script, step_time: StepTime = lambda rows: 0.0) -> None:
@@ -93,30 +93,30 @@ class ToyTarget:
         self._last: dict[int, Window] = {}
 
     def copy(self) -> ToyTarget:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = ToyTarget(self.script, self.step_time)
         copied._begun, copied._kv, copied._last = self._begun.copy(), self._kv.copy(), self._last.copy()
         return copied
 
     @property
-    def held(self) -> dict[int, int]:
-        """Positions of KV by request."""
+    def kv_lengths(self) -> dict[int, int]:
+        """Lengths of the KV by request."""
         return {request_id: len(kv) for request_id, kv in self._kv.items()}
 
     def begin(self, begin: Begin) -> None:
-        """Opens a sequence and reads all but its last token."""
+        """Open a sequence, and read all but its last token."""
         request_id = begin.request.request_id
         self._begun[request_id] = begin
         self._kv[request_id] = (*begin.request.prompt_ids, *begin.output_ids)[:-1]
         self._last.pop(request_id, None)
 
     def end(self, request_id: int) -> None:
-        """Frees a sequence."""
-        for held in (self._begun, self._kv, self._last):
-            held.pop(request_id, None)
+        """Free a sequence."""
+        for by_request in (self._begun, self._kv, self._last):
+            by_request.pop(request_id, None)
 
     def verify(self, windows: Sequence[Window]) -> list[Verdict]:
-        """The scripted token after every row; checks that the window continues what the KV holds."""
+        """Return the scripted token after every row; check that each window continues its KV."""
         rows = sum(len(window.token_ids) for window in windows)
         per_row = self.step_time(rows) / rows if rows else 0.0
         return [self._verify(window, per_row * len(window.token_ids)) for window in windows]
@@ -136,15 +136,15 @@ class ToyTarget:
 
 
 class ToyDrafter:
-    """A drafter without a model: the tree is the real one, its children are scripted.
+    """A drafter without a model: its tree is a real `DraftTree`, with scripted children.
 
     Args:
-        script: what it says.
+        script: determines its candidates.
         name: of the drafter.
-        number: which of the script's drafts it is, from 1.
-        paced: see `ports.Drafter`; a paced one counts as a model, too.
-        num_slots: nodes that it may hold at once.
-        step_time: seconds of a step by the number of rows that it forwards; only reported.
+        number: of the drafter in the script, from 1.
+        paced: see `ports.Drafter`; sets `from_model`, too.
+        num_slots: KV slots of a request.
+        step_time: seconds of a step by the number of rows that it forwards; reported, not spent.
         lower: a lower level that guesses for it.
     """
 
@@ -165,27 +165,27 @@ class ToyDrafter:
         self.out_of_memory = False
 
     def copy(self) -> ToyDrafter:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = ToyDrafter(self._script, self.name, self._number, paced=self.paced, num_slots=self._num_slots)
         copied.step_time = self.step_time
         copied.trees = {request_id: tree.copy() for request_id, tree in self.trees.items()}
         return copied
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """Opens a sequence."""
+        """Open a sequence."""
         self.trees[request.request_id] = DraftTree(request.prompt_ids, output_ids, self._num_slots)
         if self._lower is not None:
             self._lower.begin(request, output_ids)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        """Applies what is new."""
+        """Apply new tokens."""
         if (tree := self.trees.get(request_id)) is not None:
             tree.apply(start, token_ids)
         if self._lower is not None:
             self._lower.correct(request_id, start, token_ids)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        """Expands the likeliest open nodes.
+        """Expand the likeliest open nodes.
 
         Raises:
             MemoryError: `out_of_memory` was set.
@@ -204,32 +204,32 @@ class ToyDrafter:
         return [step.publish(self.name, together, elapsed) for step in steps]
 
     def end(self, request_id: int) -> None:
-        """Frees a sequence."""
+        """Free a sequence."""
         self.trees.pop(request_id, None)
         if self._lower is not None:
             self._lower.end(request_id)
 
     def close(self) -> None:
-        """Frees everything."""
+        """Free everything."""
         self.trees.clear()
         if self._lower is not None:
             self._lower.close()
 
     def _children(self, tree: DraftTree, path: Sequence[int]) -> tuple[list[int], list[float]]:
-        found = self._script.candidates((*tree.prompt_ids, *tree.output_ids, *path), self._number)
-        return [token for token, _ in found], [score for _, score in found]
+        candidates = self._script.candidates((*tree.prompt_ids, *tree.output_ids, *path), self._number)
+        return [token for token, _ in candidates], [score for _, score in candidates]
 
 
 def _in_vocabulary(token_id: int) -> bool:
-    """Toys have one vocabulary."""
+    """Return True: toys have one vocabulary."""
     return True
 
 
 class FixedPolicy:
-    """A policy that measures nothing: always draft, verify all, wait a little. The same state gives the same choice.
+    """A policy without state: always draft, verify all candidates, wait a little.
 
     Args:
-        widths: nodes of each draft step that comes with a correction, under `parallel`.
+        widths: nodes of each draft step that is granted with a correction, under `parallel`.
         patience: seconds that a round waits for its draft.
     """
 
@@ -237,39 +237,39 @@ class FixedPolicy:
         self._widths, self._patience = widths, patience
 
     def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
-        """`parallel` for one request, `sequential` for several: each that comes or goes changes it."""
+        """Return `parallel` for one request, `sequential` for several."""
         return "parallel" if num_seqs == 1 else "sequential"
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
-        """The fixed ones; one where they are granted singly."""
+        """Grant the fixed steps; a single one unless the schedule is `parallel`."""
         return DraftGrant(self._widths if load.schedule == "parallel" else (1,))
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
-        """As the schedule has it: drafting singly always, waiting for the first candidate only."""
+        """Return True, except that under `parallel` a round waits only for a first candidate."""
         return load.schedule != "parallel" or not lead
 
     def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
-        """All of them."""
+        """Verify all candidates."""
         return [*map(len, chances)]
 
     def patience(self, load: Load) -> float:
-        """The fixed one."""
+        """Return the fixed patience."""
         return self._patience
 
     def observe_pass(
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
-        """Ignored."""
+        """Ignore the measurement."""
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
-        """Ignored."""
+        """Ignore the measurement."""
 
     def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
-        """As stated."""
+        """Return the chance as stated."""
         return stated_logp, stated_logp
 
     def observe_candidate(self, source: str, stated_logp: float, *, taken: bool, unlisted: bool) -> None:
-        """Ignored."""
+        """Ignore the measurement."""
 
     def observe_token(self, *, hit: bool, first: bool) -> None:
-        """Ignored."""
+        """Ignore the measurement."""

@@ -1,8 +1,8 @@
-"""A world in which the real coordinator runs, step by step, with everything around it simulated.
+"""`World`: the real coordinator, with everything around it simulated step by step.
 
-`World` holds the coordinator, toy workers, the messages between them and the consumers. `actions()` says what could
-happen next, in any order that threads, processes and a careless network allow; `do(action)` lets it happen and checks
-the invariants. Who chooses is an explorer (`testing.explorer`).
+A world holds the coordinator, toy workers, consumers and the messages between them. `actions()` lists the actions that
+are possible next with threads, processes and an unreliable network; `do(action)` carries one out and checks the
+invariants. A chooser of `explorer.py` selects the actions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FOREVER = 1e18
 
 
 class World:
-    """One state of everything.
+    """The whole state of a simulated engine.
 
     Args:
-        scope: what is in it.
+        scope: its parameters.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -42,19 +42,19 @@ class World:
         self.target: ToyTarget | None = ToyTarget(self.model)
         self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
         self.windows: tuple[m.Window, ...] | None = None
-        self.unread: tuple[m.Window, ...] = ()  # with the target, which has not read the text before them to its end
-        self.waiting = False  # the target had nothing to do when it looked last, and nothing happened since
+        self.unread: tuple[m.Window, ...] = ()  # sent to the target, which has not read all text before them
+        self.waiting = False  # the target had no work when it last looked, and no event came since
         self.late: list[m.Verdict] = []
         self.restarts: list[str] = []
         self.emitted: dict[int, tuple[int, ...]] = {}
         self.answers = {i: self.answer(i) for i in range(scope.requests)}
-        self.stopping: int | None = None  # the request whose consumer says in this action that it wants no more
+        self.stopping: int | None = None  # the request that its consumer stops in the present action
         self.finished: dict[int, FinishReason] = {}
         self.faults = dict(scope.faults)
         self.rounds: dict[int, int] = {}
 
     def copy(self) -> World:
-        """An independent copy; the script and the scope are shared."""
+        """Return an independent copy, with the same script and scope."""
         copied = World.__new__(World)
         copied.__dict__.update(self.__dict__)
         copied.core = self.core.copy()
@@ -67,26 +67,26 @@ class World:
 
     @property
     def ended(self) -> bool:
-        """Whether every request ended and nothing is under way."""
+        """True if all requests have ended and nothing is under way."""
         return len(self.finished) == self.scope.requests and next(self.plain_actions(), None) is None
 
     def prompt(self, request_id: int) -> tuple[int, ...]:
-        """Each request has its own."""
+        """Return the prompt of a request; prompts differ."""
         return (request_id % self.scope.vocab_size, 1)
 
     def answer(self, request_id: int) -> tuple[int, ...]:
-        """What the target writes alone, up to the end of text."""
+        """Return the target's own answer, up to the end of text."""
         tokens = self.model.answer(self.prompt(request_id), self.scope.max_tokens)
         return tokens[: tokens.index(self.scope.eos) + 1] if self.scope.eos in tokens else tokens
 
-    # What could happen next.
+    # Possible actions.
 
     def actions(self) -> list[Action]:
-        """Everything that could happen now, faults included."""
+        """Return all possible actions, faults included."""
         return [*self.plain_actions(), *self.fault_actions()]
 
     def plain_actions(self) -> Iterator[Action]:
-        """What happens without faults."""
+        """Yield the possible actions that are no faults."""
         if len(self.emitted) < self.scope.requests:
             yield ("submit",)
         if self.target is not None and self.windows is not None:
@@ -111,7 +111,7 @@ class World:
             yield ("late verdict",)
 
     def fault_actions(self) -> Iterator[Action]:
-        """What may go wrong, as often as the scope allows."""
+        """Yield the possible faults, as often as the scope allows."""
         left = {fault for fault, count in self.faults.items() if count}
         if "kill target" in left and self.target is not None:
             yield ("kill target",)
@@ -141,13 +141,13 @@ class World:
     def _states(self) -> list[RequestState]:
         return [*self.core.scheduler.running.values(), *self.core.scheduler.waiting]
 
-    # Let it happen.
+    # Carrying actions out.
 
     def do(self, action: Action) -> None:
-        """Carries an action out and checks the invariants.
+        """Carry an action out and check the invariants.
 
         Raises:
-            AssertionError: one does not hold.
+            AssertionError: an invariant does not hold.
         """
         kind = action[0]
         if kind in self.faults:
@@ -155,8 +155,8 @@ class World:
         getattr(self, "_" + kind.replace(" ", "_"))(*action[1:])
         invariants.check(self)
 
-    def tell(self, event: m.Event) -> None:
-        """Hands an event to the core and carries its effects out."""
+    def handle(self, event: m.Event) -> None:
+        """Hand an event to the coordinator and carry its effects out."""
         self.waiting = False
         for effect in self.core.handle(event):
             match effect:
@@ -191,28 +191,28 @@ class World:
         params = SamplingParams(max_tokens=self.scope.max_tokens, schedule=self.scope.schedule)
         begun = self.emitted[request_id] = self.answers[request_id][: self.scope.begun]
         request = Request(request_id, self.prompt(request_id), params, (self.scope.eos,))
-        self.tell(m.Submitted(request, 0.0, begun))
+        self.handle(m.Submitted(request, 0.0, begun))
 
     def _query(self) -> None:
-        self.tell(m.TargetReady(0.0))
+        self.handle(m.TargetReady(0.0))
 
     def _timer(self) -> None:
-        self.tell(m.TargetReady(FOREVER))
+        self.handle(m.TargetReady(FOREVER))
 
     def _verify(self, *unread: int) -> None:
         assert self.target is not None and self.windows is not None
-        windows = [window for window in self.windows if window.request_id in self.target.held]
+        windows = [window for window in self.windows if window.request_id in self.target.kv_lengths]
         self.unread = tuple(window for window in windows if window.request_id in unread)
         self.windows = None
         for verdict in self.target.verify([window for window in windows if window not in self.unread]):
-            self.tell(m.Verified(verdict, 0.0))
+            self.handle(m.Verified(verdict, 0.0))
 
     def _read_on(self, request_id: int) -> None:
-        """A pass that reads a piece of this request's text and verifies the others."""
+        """Take a pass that reads a part of this request's text and verifies the windows of the others."""
         self._verify(request_id)
 
     def _late_verdict(self) -> None:
-        self.tell(m.Verified(self.late.pop(0), 0.0))
+        self.handle(m.Verified(self.late.pop(0), 0.0))
 
     def _command(self, name: str) -> None:
         self.drafts[name].worker.handle(self.drafts[name].inbox.pop(0))
@@ -221,7 +221,7 @@ class World:
         self.drafts[name].worker.step()
 
     def _proposal(self, name: str) -> None:
-        self.tell(m.Proposed(self.drafts[name].outbox.pop(0), 0.0))
+        self.handle(m.Proposed(self.drafts[name].outbox.pop(0), 0.0))
 
     def _lose(self, channel: str, name: str) -> None:
         draft = self.drafts[name]
@@ -229,7 +229,7 @@ class World:
 
     def _repeat(self, channel: str, name: str) -> None:
         queue: list[Any] = self.drafts[name].inbox if channel == "command" else self.drafts[name].outbox
-        queue.append(queue[0])  # once now and once behind all that follows
+        queue.append(queue[0])  # delivered now, and again after all other messages
 
     def _restart(self, worker: str) -> None:
         self.restarts.remove(worker)
@@ -237,45 +237,45 @@ class World:
             self.target = ToyTarget(self.model)
         else:
             self.drafts[worker].alive = True
-        self.tell(m.WorkerStarted(worker, 0.0))
+        self.handle(m.WorkerStarted(worker, 0.0))
 
     def _kill(self, name: str) -> None:
         self.drafts[name].die()
-        self.tell(m.WorkerDied(name, 0.0))
+        self.handle(m.WorkerDied(name, 0.0))
 
     def _kill_target(self) -> None:
         assert self.target is not None
-        if self.windows is not None:  # it may have answered just before
-            held = self.target.held
-            self.late += self.target.verify([window for window in self.windows if window.request_id in held])
+        if self.windows is not None:  # its verdicts may be under way already
+            open_ids = self.target.kv_lengths
+            self.late += self.target.verify([window for window in self.windows if window.request_id in open_ids])
         self.target, self.windows, self.unread = None, None, ()
-        self.tell(m.WorkerDied(m.TARGET, 0.0))
+        self.handle(m.WorkerDied(m.TARGET, 0.0))
 
     def _out_of_memory(self, name: str) -> None:
-        self.tell(m.OutOfMemory(name, self.drafts[name].run_out_of_memory(), 0.0))
+        self.handle(m.OutOfMemory(name, self.drafts[name].run_out_of_memory(), 0.0))
 
     def _target_out_of_memory(self) -> None:
         assert self.target is not None and self.windows is not None
         windows, self.windows = self.windows, None
-        held = self.target.held
-        self.target.verify([window for window in windows if window.request_id in held])  # it fails at the very end
-        self.tell(m.OutOfMemory(m.TARGET, tuple(window.request_id for window in windows), 0.0))
+        open_ids = self.target.kv_lengths
+        self.target.verify([window for window in windows if window.request_id in open_ids])  # it fails at the end
+        self.handle(m.OutOfMemory(m.TARGET, tuple(window.request_id for window in windows), 0.0))
 
     def _abort(self, request_id: int) -> None:
         self.stopping = request_id
-        self.tell(m.Stopped(request_id, FinishReason.ABORT, 0.0))
+        self.handle(m.Stopped(request_id, FinishReason.ABORT, 0.0))
         self.stopping = None
 
     def _stop(self, request_id: int) -> None:
         self.stopping = request_id
-        self.tell(m.Stopped(request_id, FinishReason.STOP, 0.0, len(self.emitted[request_id]) - 1))
+        self.handle(m.Stopped(request_id, FinishReason.STOP, 0.0, len(self.emitted[request_id]) - 1))
         self.stopping = None
 
     def _pause(self, request_id: int) -> None:
-        self.tell(m.Paused(request_id, True, 0.0))
+        self.handle(m.Paused(request_id, True, 0.0))
 
     def _resume(self, request_id: int) -> None:
-        self.tell(m.Paused(request_id, False, 0.0))
+        self.handle(m.Paused(request_id, False, 0.0))
 
     def _drain(self) -> None:
-        self.tell(m.Draining(0.0))
+        self.handle(m.Draining(0.0))

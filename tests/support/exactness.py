@@ -40,7 +40,7 @@ class Figures:
     re_rooted: Counter[int] = field(default_factory=Counter)
     """Rounds by accepted candidates that were drafted under an older root and survived."""
 
-    def compare(self, got: Sequence[int], wanted: naive.Answer, *, ties_allowed: bool) -> None:
+    def compare(self, got: Sequence[int], wanted: naive.PlainAnswer, *, ties_allowed: bool) -> None:
         """Counts tokens up to the first that differs; what follows it is another text."""
         first = next((i for i, (a, b) in enumerate(zip(got, wanted.token_ids)) if a != b), None)  # noqa: B905
         if first is None and len(got) != len(wanted.token_ids):
@@ -132,14 +132,14 @@ class Reference:
             capped = getattr(self.model.config, "attn_logit_softcapping", None)
             self.model.set_attn_implementation("eager" if capped else "sdpa")
 
-    def answer(self, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> naive.Answer:
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> naive.PlainAnswer:
         return naive.generate(naive.reading(self.model), prompt_ids, params, eos_ids)
 
 
 def compare(
     config: EngineConfig,
     asked: dict[str, Any],
-    wanted: dict[str, naive.Answer],
+    wanted: dict[str, naive.PlainAnswer],
     schedules: Sequence[str],
     figures: Figures,
 ) -> None:

@@ -1,5 +1,5 @@
 """The plain loop over transformers, which is shipped for the tests of plug-ins."""
 
-from langchain_card.testing.naive import Answer, Forward, generate, load, process, reading
+from langchain_card.testing.naive import Forward, PlainAnswer, generate, load, process, reading
 
-__all__ = ["Answer", "Forward", "generate", "load", "process", "reading"]
+__all__ = ["Forward", "PlainAnswer", "generate", "load", "process", "reading"]

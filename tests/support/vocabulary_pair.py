@@ -76,6 +76,6 @@ def ask(engine_tokenizer: Any) -> dict[str, Any]:
     return {name: (texts[name], {**options, "max_tokens": 40}) for name, options in SETTINGS.items()}
 
 
-def wanted_of(config: EngineConfig, asked: dict[str, Any]) -> dict[str, naive.Answer]:
+def wanted_of(config: EngineConfig, asked: dict[str, Any]) -> dict[str, naive.PlainAnswer]:
     reference, eos_ids = Reference(config), resolve(config).eos_ids
     return {name: reference.answer(ids, SamplingParams(**options), eos_ids) for name, (ids, options) in asked.items()}

@@ -1,4 +1,4 @@
-"""Every drafter that is built in passes the conformance suite that plug-ins are given."""
+"""All built-in drafters pass the conformance suite of plug-ins."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def draft_model() -> Any:
 
 
 class Drafting(ModelDrafter):
-    """Under a name that is not the engine's own."""
+    """A model drafter with a name that is free for plug-ins."""
 
     name = "drafting"
 
 
 @pytest.mark.slow
 class TestModel(DrafterConformance):
-    """One that matches the first tiny model in part."""
+    """A draft model that agrees with the first tiny model in part."""
 
     learns = True
 
@@ -63,14 +63,14 @@ class TestModel(DrafterConformance):
 
 @pytest.mark.slow
 class TestStacked(TestModel):
-    """The same above the n-gram drafter."""
+    """A draft model above the n-gram drafter."""
 
     def make(self, setting: Setting) -> Drafter:
         return self.over(setting, LowerLevel(NgramDrafter(setting), 4, setting.vocab_size))
 
 
 class TestToy(DrafterContract):
-    """The toy of the simulated world, alone: it knows nothing of these texts."""
+    """The toy drafter of the simulated world, alone: it cannot guess the answers of these texts."""
 
     def make(self, setting: Setting) -> Drafter:
         return ToyDrafter(ToyModel(setting.vocab_size), step_time=lambda rows: 1e-4)

@@ -1,4 +1,4 @@
-"""The conformance suite finds what is wrong: a broken drafter, or a planted bug, fails the tests that are for it."""
+"""The conformance suite finds bugs: each broken drafter, and each planted bug, fails the test that is for it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ exec(PLUGIN_FILES["echoing.py"], _page)
 Echo: Any = _page["EchoDrafter"]
 Echo.__module__ = __name__
 
-MAKE_SENSE = "test_its_proposals_make_sense"
+VALID = "test_proposals_are_valid"
 ONE_EACH = "test_one_proposal_for_each_request"
 THE_SAME = "test_the_same_calls_get_the_same_proposals"
-NO_TRACE = "test_what_was_refused_leaves_no_trace"
-LATE = "test_corrections_come_late_twice_or_never"
-UNKNOWN = "test_requests_that_nobody_knows"
-AGAIN = "test_a_number_used_again_is_another_request"
-NOTHING = "test_an_ended_request_holds_nothing"
+NO_TRACE = "test_rejected_candidates_leave_no_trace"
+LATE = "test_corrections_may_be_lost_late_or_repeated"
+UNKNOWN = "test_unknown_requests_are_ignored"
+FREED = "test_ended_requests_are_freed"
 AHEAD = "test_it_looks_ahead"
 TENANTS = "test_tenants_are_kept_apart"
 TESTS = [name for name in vars(DrafterContract) if name.startswith("test_")]
 
 
-class Deaf(Echo):
+class Uncorrected(Echo):
     """Ignores corrections."""
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
@@ -52,24 +51,24 @@ class Deaf(Echo):
 
 
 class Stale(Echo):
-    """Goes on proposing what it found first, as if it followed the answer so far."""
+    """Repeats its first proposal for a request, as if it followed the present answer."""
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         super().begin(request, output_ids)
-        self.__dict__.setdefault("found", {}).pop(request.request_id, None)
+        self.__dict__.setdefault("proposed", {}).pop(request.request_id, None)
 
     def propose(self, request_id: int) -> Proposal:
         now = super().propose(request_id)
-        first = self.found.setdefault(request_id, now)
+        first = self.proposed.setdefault(request_id, now)
         return replace(now, token_ids=first.token_ids, parents=first.parents, scores=first.scores)
 
     def end(self, request_id: int) -> None:
         super().end(request_id)
-        self.found.pop(request_id, None)
+        self.proposed.pop(request_id, None)
 
 
 class Leaking(Echo):
-    """Keeps a note of every request for ever."""
+    """Keeps every request id in an attribute."""
 
     def end(self, request_id: int) -> None:
         super().end(request_id)
@@ -77,7 +76,7 @@ class Leaking(Echo):
 
 
 class Gathering(Echo):
-    """Keeps a note of every request for ever, and for all of its kind."""
+    """Keeps every request id in its class."""
 
     seen: ClassVar[list[int]] = []
 
@@ -87,16 +86,16 @@ class Gathering(Echo):
 
 
 class Heedless(Echo):
-    """Says that it looks ahead, and does not."""
+    """Claims to look ahead, but ignores the assumed tokens."""
 
     looks_ahead = True
 
 
-class Gossiping(Echo):
-    """What one tenant wrote it says to others."""
+class Mixing(Echo):
+    """Proposes the text of one tenant to others."""
 
-    def __init__(self, *told: Any) -> None:
-        super().__init__(*told)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.latest = list[int]()
 
     def end(self, request_id: int) -> None:
@@ -111,33 +110,33 @@ class Gossiping(Echo):
 
 
 class Keeping(Echo):
-    """Forgets nothing."""
+    """Frees no request."""
 
     def end(self, request_id: int) -> None:
         pass
 
 
 class Fragile(Echo):
-    """Dies of requests that it does not know."""
+    """Raises for unknown requests."""
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         return [self.propose(budget.request_id) for budget in budgets]
 
 
 class Learning(Echo):
-    """Takes its own guesses for the truth."""
+    """Treats its own guesses as the answer."""
 
     def propose(self, request_id: int) -> Proposal:
-        said = super().propose(request_id)
+        proposal = super().propose(request_id)
         known = self.__dict__.setdefault("known", {})
-        if said.token_ids:
-            token = known.setdefault(self.texts[request_id][-1], said.token_ids[0])
-            said = replace(said, token_ids=(token, *said.token_ids[1:]))
-        return said
+        if proposal.token_ids:
+            token = known.setdefault(self.texts[request_id][-1], proposal.token_ids[0])
+            proposal = replace(proposal, token_ids=(token, *proposal.token_ids[1:]))
+        return proposal
 
 
 class Repeating(Echo):
-    """Takes what is said twice for new."""
+    """Appends tokens that it has already."""
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         if request_id in self.texts:
@@ -145,7 +144,7 @@ class Repeating(Echo):
 
 
 class Strict(Echo):
-    """Wants each token once."""
+    """Raises for tokens that it has already."""
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         if request_id in self.texts and start != len(self.texts[request_id]) - self.prompts[request_id]:
@@ -154,19 +153,19 @@ class Strict(Echo):
 
 
 class Timed(Echo):
-    """Its scores depend on the hour."""
+    """Derives its scores from the time."""
 
     def propose(self, request_id: int) -> Proposal:
-        said = super().propose(request_id)
-        return replace(said, scores=(-(time.perf_counter() % 1.0) - 0.1,) * len(said.scores))
+        proposal = super().propose(request_id)
+        return replace(proposal, scores=(-(time.perf_counter() % 1.0) - 0.1,) * len(proposal.scores))
 
 
 class Hopeful(Echo):
-    """States chances above one."""
+    """States chances above 1."""
 
     def propose(self, request_id: int) -> Proposal:
-        said = super().propose(request_id)
-        return replace(said, scores=(0.4,) * len(said.scores))
+        proposal = super().propose(request_id)
+        return replace(proposal, scores=(0.4,) * len(proposal.scores))
 
 
 class Numbered(Echo):
@@ -177,14 +176,14 @@ class Numbered(Echo):
 
 
 class Lazy(Echo):
-    """Serves one request a step."""
+    """Serves one request in a step."""
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         return super().step(budgets[:1])
 
 
-class Loyal(Echo):
-    """A request that begins again is the one that it knows."""
+class Clinging(Echo):
+    """Keeps the old state of a request that begins again."""
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         if request.request_id not in self.texts:
@@ -192,76 +191,76 @@ class Loyal(Echo):
 
 
 class Layered(Echo):
-    """Says that its steps look at nothing."""
+    """Reports 0 layers."""
 
     def propose(self, request_id: int) -> Proposal:
         return replace(super().propose(request_id), layers=0)
 
 
 class Listing(Echo):
-    """What it expanded comes as a list."""
+    """Reports the expanded nodes as a list."""
 
     def propose(self, request_id: int) -> Proposal:
         return replace(super().propose(request_id), expanded=[])
 
 
 class Measuring(Echo):
-    """Takes its times from numpy."""
+    """Reports a time of numpy's type."""
 
     def propose(self, request_id: int) -> Proposal:
         return replace(super().propose(request_id), elapsed=np.float64(1e-4))
 
 
 class Packing(Echo):
-    """All that it ever read, side by side."""
+    """Keeps all prompts in an array."""
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         super().begin(request, output_ids)
         self.__dict__.setdefault("log", array("i")).extend(request.prompt_ids)
 
 
-LEFT = "something of what was refused, or of another request, is left"
+LEFT = "rejected candidates, or another request, left something behind"
 BROKEN: dict[Any, dict[str, str]] = {
-    Deaf: {NO_TRACE: "it was told 3 tokens", LATE: "it was told"},
+    Uncorrected: {NO_TRACE: "applied_len = 0: it must be 3", LATE: "applied_len = 0"},
     Stale: {NO_TRACE: LEFT, LATE: LEFT},
-    Leaking: {NOTHING: "what it keeps for a request must go with end"},
-    Gathering: {NOTHING: "what it keeps for a request must go with end"},
-    Packing: {NOTHING: "what it keeps for a request must go with end"},
-    Layered: {MAKE_SENSE: "layers = 0"},
-    Listing: {MAKE_SENSE: "expanded is a list"},
-    Measuring: {MAKE_SENSE: "elapsed or reading is a float64"},
-    Gossiping: {TENANTS: "only another tenant's texts can have told"},
-    Heedless: {AHEAD: "tokens told and .* assumed: it says"},
-    Keeping: {UNKNOWN: "a request that has ended has no proposal", NOTHING: "must go with end"},
+    Leaking: {FREED: "end must free what is kept for a request"},
+    Gathering: {FREED: "end must free what is kept for a request"},
+    Packing: {FREED: "end must free what is kept for a request"},
+    Layered: {VALID: "layers = 0: it must be at least 1"},
+    Listing: {VALID: "expanded is a list"},
+    Measuring: {VALID: "elapsed is a float64: it must be a float"},
+    Mixing: {TENANTS: "only another tenant's texts can explain"},
+    Heedless: {AHEAD: r"tokens committed and .* assumed \(Budget.ahead\) it guesses"},
+    Keeping: {UNKNOWN: "an ended request has a proposal", FREED: "end must free"},
     Fragile: {UNKNOWN: "9999", ONE_EACH: "9999"},
     Learning: {NO_TRACE: LEFT},
     Repeating: {LATE: "applied_len"},
     Strict: {LATE: ""},
     Timed: {THE_SAME: "differs between two runs of the same calls"},
-    Hopeful: {MAKE_SENSE: "each is the logarithm of a chance"},
-    Numbered: {MAKE_SENSE: "nodes of epoch 0 have numbers, so that .* is next; or raise epoch"},
-    Lazy: {ONE_EACH: "proposed for"},
-    Loyal: {UNKNOWN: "applied_len"},
+    Hopeful: {VALID: "a score is the logarithm of a chance"},
+    Numbered: {VALID: "epoch 0 has .* nodes, so the next number is .*; or raise epoch"},
+    Lazy: {ONE_EACH: "it must return one for each known request"},
+    Clinging: {UNKNOWN: "applied_len"},
 }
 
 
 def failing(broken: Any) -> dict[str, str]:
-    """What the tests that fail say."""
-    suite, said = type("Suite", (DrafterContract,), {"factory": broken})(), dict[str, str]()
+    """Return the messages of the tests that fail, by test."""
+    suite, messages = type("Suite", (DrafterContract,), {"factory": broken})(), dict[str, str]()
     for name in TESTS:
         try:
             getattr(suite, name)()
         except Exception as error:  # noqa: PERF203
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
 
 
 def test_the_sound_one_passes() -> None:
     assert len(TESTS) == 10 and not failing(Echo)
 
 
-QUICK = (Deaf, Gossiping, Repeating)
-"""Those that `make test` tries."""
+QUICK = (Uncorrected, Mixing, Repeating)
+"""Broken drafters that `make test` tries."""
 
 
 @pytest.mark.parametrize(
@@ -269,9 +268,9 @@ QUICK = (Deaf, Gossiping, Repeating)
     [pytest.param(each, id=each.__name__, marks=() if each in QUICK else pytest.mark.slow) for each in BROKEN],
 )
 def test_a_broken_drafter_fails(broken: Any) -> None:
-    said = failing(broken)
+    messages = failing(broken)
     for name, wanted in BROKEN[broken].items():
-        assert re.search(wanted, said[name])
+        assert re.search(wanted, messages[name])
 
 
 class Suite(DrafterConformance):
@@ -279,7 +278,7 @@ class Suite(DrafterConformance):
 
 
 def test_a_lax_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first candidate of each window is committed, whatever the target chose."""
+    """A rule that commits the first candidate of each window, whatever the target chose, is found."""
 
     def lax(rule: ExactRule, window: Any, verdict: Any, request: Any) -> tuple[list[int], list[int], bool]:
         if len(window.token_ids) == 1:
@@ -287,7 +286,7 @@ def test_a_lax_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return [0, 1], [window.token_ids[1], verdict.target_ids[1]], False
 
     monkeypatch.setattr(coordinator, "committed", lax)
-    with pytest.raises(AssertionError, match="the target's own is"):
+    with pytest.raises(AssertionError, match="but the target's own is"):
         Suite().test_every_answer_is_the_targets_own(prompts.ARCHS[0])
     with pytest.raises(AssertionError, match="chi-square"):
         Suite().test_the_distribution_is_the_targets_own()
@@ -296,28 +295,28 @@ def test_a_lax_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_sums_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     add_round = RequestStats.add_round
 
-    def twice(stats: RequestStats, *told: Any) -> None:
-        add_round(stats, *told)
-        accepted = told[3]
+    def twice(stats: RequestStats, *args: Any) -> None:
+        add_round(stats, *args)
+        accepted = args[3]
         stats.accepted_by_source = dict(Counter(stats.accepted_by_source) + Counter(accepted))
 
     monkeypatch.setattr(RequestStats, "add_round", twice)
-    with pytest.raises(AssertionError, match="the books say"):
-        Suite().test_the_accounts_add_up()
+    with pytest.raises(AssertionError, match="but the ledger counted"):
+        Suite().test_the_statistics_add_up()
 
 
-def test_open_fences_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a drafter says enters the cache."""
+def test_missing_checks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that admits every proposal is found."""
     monkeypatch.setattr(DrafterState, "_passes_fences", lambda *_: True)
     with pytest.raises(EngineError):
-        Suite().test_lies_change_nothing("out of the vocabulary")
+        Suite().test_corrupted_proposals_change_no_answer("out of the vocabulary")
 
 
-def test_nothing_accepted_is_told() -> None:
+def test_nothing_accepted_fails() -> None:
     class Silent(Echo):
         def propose(self, request_id: int) -> Proposal:
             return replace(super().propose(request_id), parents=(), token_ids=(), scores=())
 
     suite = type("Suite", (DrafterConformance,), {"factory": Silent})()
     with pytest.raises(AssertionError, match="must_accept = False"):
-        suite.test_the_accounts_add_up()
+        suite.test_the_statistics_add_up()

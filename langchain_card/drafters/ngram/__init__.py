@@ -1,1 +1,1 @@
-"""Drafts from text that was read and written."""
+"""The n-gram drafter, which proposes what followed the same tokens before."""

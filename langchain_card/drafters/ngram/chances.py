@@ -1,4 +1,4 @@
-"""How likely it is that a token comes next, by class: a prior, and what came true since. Numbers without text."""
+"""`Chances`: chances that a follower comes true, by class: a prior, updated by what came true. It holds no text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 RATE = 0.01
-"""Weight of an observation, once there were many."""
+"""Weight of an observation after many others; chosen so that about the last hundred count."""
 
 FIRST_RATE = 0.05
-"""That of the first: a prior is worth 20."""
+"""Weight of the first observation; chosen so that a prior is worth 20 observations."""
 
 PRIOR = (
     0.05, 0.09, 0.05, 0.09, 0.02, 0.03, 0.02, 0.05, 0.02, 0.03, 0.02, 0.08,
@@ -21,31 +21,31 @@ PRIOR = (
     0.01, 0.04, 0.07, 0.08, 0.11, 0.15, 0.24, 0.36, 0.02, 0.05, 0.12, 0.14, 0.17, 0.22, 0.41, 0.56,
     0.01, 0.01, 0.01, 0.02, 0.02, 0.02, 0.05, 0.12, 0.01, 0.01, 0.02, 0.04, 0.05, 0.06, 0.15, 0.33,
 )  # fmt: skip
-"""By class, from recorded answers (docs/LOG.md): a row for each length of a match; then what frozen tables say."""
+"""Chances by class, from recorded answers (docs/LOG.md, 2026-11-23): a row a length of match, then frozen tables."""
 
-Found: TypeAlias = tuple[int, int, int]
-"""A token that may come next, its place in the log (negative: in no log), and the class of its chance."""
+Successor: TypeAlias = tuple[int, int, int]
+"""A token that may come next, its place in the log (negative if it is in no log), and the class of its chance."""
 
 
 class Chances:
-    """How often a token of a class came next.
+    """The share of successors of a class that came next.
 
-    In a class are tokens of one length of the match before them (0, 1, 2-3, 4-7, 8 and more) and one rank among the
-    followers (0, 1, 2 and more); it tells, too, whether the two longest matches are equally long, and whether the token
-    is where the text goes on that was followed so far. What frozen tables say is in classes of its own.
+    A class stands for a length of the match before a token (0, 1, 2-3, 4-7, 8 and more), a rank among the followers (0,
+    1, 2 and more), whether the two longest matches are equally long, and whether the token continues the text that was
+    followed so far. Tokens of frozen tables have classes of their own.
 
     Attributes:
-        values: by class.
+        values: chances by class.
     """
 
     def __init__(self) -> None:
         self.values = array("d", PRIOR)
         self._rates = array("d", [FIRST_RATE]) * len(PRIOR)
 
-    def learn(self, found: Sequence[Found], actual: int) -> None:
-        """One of the tokens came, or none of them."""
+    def learn(self, successors: Sequence[Successor], actual: int) -> None:
+        """Learn which of the successors came next, if any."""
         values, rates = self.values, self._rates
-        for token, _, kind in found:
+        for token, _, kind in successors:
             rate = rates[kind]
             values[kind] += ((token == actual) - values[kind]) * rate
             if rate > RATE:

@@ -1,8 +1,8 @@
-"""N-grams: what followed when these tokens stood here before?
+"""`NgramDrafter`: proposes what followed the same tokens before.
 
-Cacheback (arXiv 2511.21699) with the long matches of prompt lookup decoding. All that a tenant's requests read or write
-goes into the tenant's table, and stays there for those that come. What followed the last tokens of a request becomes a
-trie. How likely its nodes are was learnt from the tenant's requests, too.
+It is Cacheback (arXiv 2511.21699) with the long matches of prompt lookup decoding. All prompts and answers of a tenant
+go into the tenant's table, and stay there for later requests. What followed the last tokens of a request becomes a
+trie. The chances of its nodes are learnt from the tenant's requests, too.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from dataclasses import dataclass, field
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
 from langchain_card.drafters.ngram.frozen import FrozenTable
-from langchain_card.drafters.ngram.table import MAX_MATCH, Tenants, Text
+from langchain_card.drafters.ngram.table import MAX_MATCH, Tenants, TextCursor
 from langchain_card.drafters.ngram.trie import Trie
 from langchain_card.errors import InvalidInputError, check_range
 from langchain_card.ports import Budget, Setting
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request.
+class _OpenRequest:
+    """The state of a request.
 
     Attributes:
-        tenant: whose it is.
-        text: of it.
+        tenant: of the request.
+        text: its text in the tenant's table.
         num_output: tokens of the answer so far.
-        place: of the last one in the text that is followed; negative where none is.
+        place: of the last token in the text that is followed; negative if none is.
         epoch: of the last proposal.
-        trie: that was proposed, until it is known what came.
-        ahead: tokens that it assumed.
+        trie: the last proposal's, until the next tokens are known.
+        ahead: tokens that the trie assumes before it.
     """
 
     tenant: str
-    text: Text = field(default_factory=Text)
+    text: TextCursor = field(default_factory=TextCursor)
     num_output: int = 0
     place: int = -1
     epoch: int = -1
@@ -44,16 +44,16 @@ class _Open:
 
 
 class NgramDrafter:
-    """Drafts from text; costs microseconds, so it is asked in every round.
+    """Drafts from the text of earlier requests. A step costs microseconds, so it works in every round.
 
     Args:
-        setting: where it works; `limits.max_ngram_bytes` bounds all tenants' tables together.
-        table: file of a frozen table (`langchain-card ngrams`), asked where the tenant's own text is less sure.
-        max_nodes: of a trie.
-        min_chance: of being reached, below which a node is not proposed.
+        setting: of the engine; `limits.max_ngram_bytes` bounds all tenants' tables together.
+        table: file of a frozen table (`langchain-card ngrams`), used where it is surer than the tenant's own text.
+        max_nodes: nodes of a proposal at most.
+        min_chance: nodes with a smaller chance of being reached are not proposed.
 
     Raises:
-        InvalidInputError: an option breaks its bound, or the file cannot be used here.
+        InvalidInputError: an option is out of bounds, or the file cannot be used with this target.
     """
 
     name = "ngram"
@@ -69,21 +69,21 @@ class NgramDrafter:
         self._max_nodes, self._min_chance = max_nodes, min_chance
         self._frozen = FrozenTable(table, setting) if table else None
         self._tenants = Tenants(setting.limits.max_ngram_bytes)
-        self._requests: dict[int, _Open] = {}
+        self._requests: dict[int, _OpenRequest] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Of all tenants' tables."""
+        """Bytes of all tenants' tables."""
         return self._tenants.num_bytes
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """Reads the text so far."""
-        opened = self._requests[request.request_id] = _Open(request.params.tenant)
+        """Enter the text so far into the tenant's table."""
+        opened = self._requests[request.request_id] = _OpenRequest(request.params.tenant)
         opened.num_output = len(output_ids)
         self._tenants.table(opened.tenant).write(opened.text, [*request.prompt_ids, *output_ids])
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        """Learns how good the last trie was, and reads what is new."""
+        """Learn from the last trie, and enter the new tokens."""
         opened = self._requests.get(request_id)
         if opened is None or opened.num_output < start:
             return  # unknown, or an earlier correction was lost: the next one repeats it
@@ -93,15 +93,15 @@ class NgramDrafter:
             self._tenants.table(opened.tenant).write(opened.text, new)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        """A trie for each request, as large as what is likely; the nodes that it has already are proposed anew."""
+        """Propose a new trie for each known request; nodes of earlier ones are repeated."""
         return [self._propose(budget) for budget in budgets if budget.request_id in self._requests]
 
     def end(self, request_id: int) -> None:
-        """Forgets the request; its text remains the tenant's."""
+        """Free the request; its text stays in the tenant's table."""
         self._requests.pop(request_id, None)
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Free everything."""
         self._requests.clear()
         self._tenants.clear()
 
@@ -126,7 +126,7 @@ class NgramDrafter:
             scores=tuple(map(math.log, trie.chances)),
         )
 
-    def _learn(self, opened: _Open, token_ids: tuple[int, ...]) -> None:
+    def _learn(self, opened: _OpenRequest, token_ids: tuple[int, ...]) -> None:
         trie, ahead = opened.trie, opened.ahead
         opened.trie = None
         if trie is not None and token_ids[: len(ahead)] == ahead:

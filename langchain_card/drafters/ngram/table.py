@@ -1,10 +1,10 @@
-"""Where did these tokens stand before, and what followed? Leaders and followers of one tenant, in bounded bytes.
+"""`Table`: an index from the last tokens of a text to what followed them before, in bounded memory.
 
-Cacheback (arXiv 2511.21699, section 3) keeps tables of leader -> followers, the least recently used first out at both
-levels. Here a follower is not copied: it is a place in a log of all text, so that a match may be longer than its leader
-and what comes may be longer than a follower. A table has rows of places in a plain array, a leader's row found by its
-hash, as in a set-associative cache. A full row forgets its oldest place, a full log its oldest page. A place counts
-only where the leader stands before it: rows that others use, too, or pages written anew do no harm.
+Cacheback (arXiv 2511.21699, section 3) keeps tables of leader -> followers that drop the least recently used entries at
+both levels. Here a follower is a place in a log of all text, so matches and continuations may be longer than an entry.
+A table has rows of places in a plain array; the hash of a leader selects its row, as in a set-associative cache. A full
+row drops its oldest place, a full log its oldest page. A place is used only if the leader is before it in the log:
+leaders that share a row, and pages that are overwritten, do no harm.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import TypeAlias
 from langchain_card.drafters.ngram.chances import Chances
 
 LEADERS = (3, 1)
-"""Tokens of a leader, by table; the longer is asked first."""
+"""Tokens of a leader, by table; the longer leaders come first (docs/LOG.md, 2026-11-23)."""
 
 WAYS = 4
-"""Followers of a row, which a leader has to itself unless others have the same hash."""
+"""Followers in a row; a leader shares its row only with leaders of the same hash."""
 
 PAGE = 512
-"""Tokens of the log that a text takes at once: its last ones before, what it says then, and an end mark."""
+"""Tokens of the log that a text takes at once: a copy of its last tokens, then its new ones, then an end mark."""
 
 MAX_MATCH = 8
-"""Tokens before a place that are compared."""
+"""Tokens before a place that are compared, at most."""
 
 _END = -1
 _EMPTY = array("i", [_END]) * PAGE
@@ -40,12 +40,12 @@ Follower: TypeAlias = tuple[int, int, int]
 """A token, its place in the log, and how many tokens before it are the same, `MAX_MATCH` at most."""
 
 
-class Text:
-    """A request's text, while it is written.
+class TextCursor:
+    """The position in the log at which a request's text continues.
 
     Attributes:
-        tail: its last tokens, `MAX_MATCH` at most.
-        place: where the next one goes.
+        tail: last tokens of the text, at most `MAX_MATCH`.
+        place: where the next token goes.
         end: of the page.
     """
 
@@ -56,19 +56,19 @@ class Text:
         self.place = self.end = 0
 
 
-_NOBODY = Text()
+_NO_TEXT = TextCursor()
 
 
 class Table:
-    """The log and the tables.
+    """The log of one tenant's text, and the places of followers in it.
 
     Args:
-        max_bytes: of all, 65,536 at least.
-        make_room: called with the bytes that are about to be taken.
+        max_bytes: of everything, at least 65,536.
+        make_room: called with the number of bytes before they are allocated.
 
     Attributes:
-        chances: of its followers to come, as its own requests learnt them.
-        num_bytes: taken.
+        chances: chances of followers, learnt from the tenant's requests.
+        num_bytes: bytes allocated.
     """
 
     def __init__(self, max_bytes: int, make_room: Callable[[int], None] = lambda _: None) -> None:
@@ -79,16 +79,16 @@ class Table:
         while self._rows >= 2 * _FIRST_ROWS:
             self._rows //= 2
         make_room(_OBJECTS + _PAGE_BYTES + self._rows * _ROW_BYTES)
-        self._log, self._owners, self._next = array("i", _EMPTY), [_NOBODY], 0
+        self._log, self._owners, self._next = array("i", _EMPTY), [_NO_TEXT], 0
         self._tables = [(n, array("i", [0]) * (WAYS * self._rows)) for n in LEADERS]
         self.num_bytes = self._measured()
         make_room(self.num_bytes)
 
-    def write(self, text: Text, token_ids: Sequence[int]) -> None:
-        """Appends to a text, and notes each token as the latest follower of its leaders."""
+    def write(self, text: TextCursor, token_ids: Sequence[int]) -> None:
+        """Append to a text, and enter each token as the latest follower of its leaders."""
         page = text.place // PAGE
         if page >= len(self._owners) or self._owners[page] is not text:
-            text.end = text.place  # it has none here, or none any more
+            text.end = text.place  # the text has no page yet, or lost it
         (long, longs), (short, shorts) = self._tables
         log, place, rows, turned = self._log, text.place, self._rows, 0
         for i, token in enumerate(token_ids):
@@ -107,52 +107,52 @@ class Table:
         text.tail = [*text.tail, *token_ids[max(turned, len(token_ids) - MAX_MATCH) :]][-MAX_MATCH:]
 
     def followers(self, tail: list[int]) -> list[Follower]:
-        """What followed the last tokens of a text, after the longest match first, then the latest first."""
-        found: dict[int, Follower] = {}
+        """Return what followed the last tokens of a text: the longest match first, then the latest."""
+        followers: dict[int, Follower] = {}
         log, back = self._log, tail[::-1]
         for n, table in self._tables:
             row = hash(tuple(tail[-n:])) % self._rows * WAYS
             for place in table[row : row + WAYS]:
                 token = log[place]
-                if token in found or token < 0:
+                if token in followers or token < 0:
                     continue
                 before = place - 1
                 for same in back:
-                    if log[before] != same:  # an end mark is none
+                    if log[before] != same:  # an end mark never matches
                         break
                     before -= 1
                 if place - before > n:
-                    found[token] = token, place, place - before - 1
-        return sorted(found.values(), key=_by_match) if len(found) > 1 else [*found.values()]
+                    followers[token] = token, place, place - before - 1
+        return sorted(followers.values(), key=_by_match) if len(followers) > 1 else [*followers.values()]
 
     def token_at(self, place: int) -> int:
-        """What stands there, negative where a text ends."""
+        """Return the token at a place; negative where a text ends."""
         return self._log[place] if 0 <= place < len(self._log) else _END
 
-    def _turn(self, text: Text) -> None:
-        """Gives a text the next page, which begins with what it said last; the oldest when there is no other."""
+    def _turn(self, text: TextCursor) -> None:
+        """Give a text the next page, or else the oldest one, and copy the text's last tokens to its beginning."""
         if self._next == len(self._owners) < self._max_pages:
             self._grow()
         self._next %= len(self._owners)
-        first, said = self._next * PAGE, array("i", text.tail)
+        first, tail = self._next * PAGE, array("i", text.tail)
         self._log[first : first + PAGE] = _EMPTY
-        self._log[first + MAX_MATCH - len(said) : first + MAX_MATCH] = said
+        self._log[first + MAX_MATCH - len(tail) : first + MAX_MATCH] = tail
         self._owners[self._next] = text
         text.place, text.end = first + MAX_MATCH, first + PAGE - 1
         self._next += 1
 
     def _grow(self) -> None:
-        """A page more, and twice the rows where they are few: a leader finds its old row under either new number."""
+        """Add a page, and double the rows if they are few: both halves are equal, so all leaders keep their rows."""
         more = self._rows * WAYS < 2 * len(self._log) and 2 * self._rows <= self._max_rows
         self._make_room((_PAGE_BYTES + more * self._rows * _ROW_BYTES) * 17 // 16)
         self._log.extend(_EMPTY)
-        self._owners.append(_NOBODY)
+        self._owners.append(_NO_TEXT)
         if more:
             self._rows *= 2
             for _, table in self._tables:
                 table.extend(table)
         self.num_bytes = self._measured()
-        self._make_room(0)  # arrays take more than they are asked for
+        self._make_room(0)  # arrays allocate more than they need
 
     def _measured(self) -> int:
         arrays = [self._log, *(table for _, table in self._tables)]
@@ -160,7 +160,7 @@ class Table:
 
 
 def _move_up(log: array[int], table: array[int], row: int, token: int) -> None:
-    """Frees the first place of a row: one where the same token stands goes, else the oldest."""
+    """Free the first place of a row: drop the place of the same token, or else the oldest place."""
     a, b, c, _ = table[row : row + WAYS]
     if log[b] == token:
         table[row + 1] = a
@@ -175,7 +175,7 @@ def _by_match(follower: Follower) -> int:
 
 
 class Tenants:
-    """A table for each tenant, all within one bound; the one that was used longest ago goes first.
+    """A table for each tenant, all within one bound; the least recently used one is dropped first.
 
     Args:
         max_bytes: of all of them together.
@@ -186,22 +186,22 @@ class Tenants:
         self._tables: OrderedDict[str, Table] = OrderedDict()
 
     def table(self, tenant: str) -> Table:
-        """A tenant's own, empty at first."""
+        """Return a tenant's table, empty at first."""
         table = self._tables.pop(tenant, None) or Table(self._max_bytes, self._make_room)
         self._tables[tenant] = table
         return table
 
     @property
     def num_bytes(self) -> int:
-        """Taken by all."""
+        """Bytes of all tables."""
         return sum(table.num_bytes for table in self._tables.values())
 
     def clear(self) -> None:
-        """Forgets all text."""
+        """Drop all tables."""
         self._tables.clear()
 
     def _make_room(self, num_bytes: int) -> None:
-        """Drops what was used longest ago; never the table that asks, whose own bound is the same."""
+        """Drop the least recently used tables; never the calling one, which has the same bound of its own."""
         taken = self.num_bytes
         while self._tables and taken + num_bytes > self._max_bytes:
             taken -= self._tables.popitem(last=False)[1].num_bytes

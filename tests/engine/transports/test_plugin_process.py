@@ -55,7 +55,7 @@ def test_it_has_a_process_and_drafts_there(paced: str) -> None:
     before = child_processes()
     with prompts.running(prompts.ARCHS[0], draft_model=paced, draft_transport="process") as engine:
         assert len(child_processes() - before) == 1 and "paced_echo" in sys.modules
-        every = prompts.asked(prompts.ARCHS[0])
+        every = prompts.cases(prompts.ARCHS[0])
         for schedule in ("sequential", "parallel"):
             done = prompts.answers(engine, every, schedule)
             assert [one.token_ids for one in done] == [prompts.answer(prompts.ARCHS[0], one) for one in every]
