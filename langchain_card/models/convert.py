@@ -7,6 +7,7 @@ written out; the embedding table stays float16.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,20 +15,16 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
 from langchain_card.models.files import INT8_FORMAT, Progress, need_space
-from langchain_card.models.safety import INDEX
 from langchain_card.runtime.cpu.int8 import quantize_rows
 from langchain_card.runtime.threads import single_threaded
 
 Form = Literal["float", "int8"]
 METADATA: dict[Form, str] = {"float": "pt", "int8": INT8_FORMAT}
-SHARD_BYTES = 1 << 30
-"""Approximate bytes of a shard, which a conversion holds in memory until it is written."""
-
+_DTYPES = {torch.float16: "F16", torch.float32: "F32", torch.int8: "I8"}
 _BLOCK = 1 << 26  # elements quantized at a time; bounds the float32 temporaries
 
 
@@ -95,6 +92,53 @@ def _half(tensor: Tensor) -> Tensor:
     return half if bool(torch.isfinite(half).all()) else tensor.float()
 
 
+class WeightWriter:
+    """A writer of one safetensors file that holds one tensor in memory.
+
+    The header precedes the tensors but is known last: its space is reserved and padded with blanks, which the format
+    allows. Tensors whose size would break the alignment of later ones are written last. Shards of `safetensors` would
+    need no class, but converting a model of 2 GB with them took 1.5 to 1.9 times as long.
+
+    Args:
+        path: the file to write.
+        names: the model's tensor names, which bound the size of the header.
+        form: form of the weights, stored in the file's metadata as `format`.
+    """
+
+    def __init__(self, path: Path, names: Iterable[str], form: Form) -> None:
+        self._room = 4096 + sum(2 * (len(name) + 160) for name in names)
+        self._room += -self._room % 64
+        self._header: dict[str, Any] = {"__metadata__": {"format": METADATA[form]}}
+        self._late: list[tuple[str, Tensor]] = []
+        self._file = path.open("wb")
+        self._file.seek(8 + self._room)
+        self.written = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor (float16, float32 or int8; any shape)."""
+        if tensor.nbytes % 8:
+            self._late.append((name, tensor))
+        else:
+            self._write(name, tensor)
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        end = self.written + tensor.nbytes
+        shape = list(tensor.shape)
+        self._header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [self.written, end]}
+        self._file.write(tensor.contiguous().numpy().data)
+        self.written = end
+
+    def close(self) -> None:
+        """Write the remaining tensors, then the header."""
+        for name, tensor in sorted(self._late, key=lambda entry: -entry[1].element_size()):
+            self._write(name, tensor)
+        header = json.dumps(self._header, separators=(",", ":")).encode().ljust(self._room)
+        assert len(header) == self._room
+        self._file.seek(0)
+        self._file.write(self._room.to_bytes(8, "little") + header)
+        self._file.close()
+
+
 def folder_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of safetensors files, one at a time."""
     for path in files:
@@ -104,63 +148,36 @@ def folder_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_weights(tensors: Iterable[tuple[str, Any]], layout: Layout, folder: Path, progress: Progress) -> None:
-    """Write weights in a layout's form: `model.safetensors`, or shards of about `SHARD_BYTES` and their index.
+    """Write weights to `model.safetensors` in a layout's form.
 
     Args:
         tensors: name and array or tensor of every parameter, in any float dtype; unknown names are skipped.
         layout: the layout of the same model.
-        folder: an existing folder; gets the files.
-        progress: receives the bytes converted.
+        folder: an existing folder; gets the file.
+        progress: receives the bytes written.
 
     Raises:
         CorruptModelError: a tensor of the model is missing or has another shape.
         DiskSpaceError: the disk is too full.
     """
-    need_space(folder, layout.planned_bytes())
-    written = 0
-    weight_map: dict[str, str] = {}
-    with single_threaded():
-        for number, shard in enumerate(_shards(_converted(tensors, layout, progress)), 1):
-            file = f"model-{number:05}.safetensors"
-            save_file(shard, folder / file, {"format": METADATA[layout.form]})
-            weight_map |= dict.fromkeys(shard, file)
-            written += sum(tensor.nbytes for tensor in shard.values())
-    if len(files := set(weight_map.values())) == 1:
-        (folder / files.pop()).rename(folder / "model.safetensors")
-    else:
-        index = {"metadata": {"total_size": written}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _converted(tensors: Iterable[tuple[str, Any]], layout: Layout, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors of a whole model; raise if one is missing or has another shape."""
-    missing, done, total = set(layout.shapes) - {layout.tied_head}, 0, layout.planned_bytes()
-    for name, array in tensors:
-        if name not in missing:
-            continue
-        tensor = torch.as_tensor(array)
-        if tensor.shape != layout.shapes[name]:
-            limit = f"must have the shape {list(layout.shapes[name])} of the config"
-            raise CorruptModelError(name, list(tensor.shape), limit)
-        missing.discard(name)
-        for stored_name, stored in layout.stored(name, tensor):
-            yield stored_name, stored
-            done += stored.nbytes
-        progress.update("convert", min(done, total), total)
+    total = layout.planned_bytes()
+    need_space(folder, total)
+    missing = set(layout.shapes) - {layout.tied_head}
+    writer = WeightWriter(folder / "model.safetensors", layout.shapes, layout.form)
+    with contextlib.closing(writer), single_threaded():
+        for name, array in tensors:
+            if name not in missing:
+                continue
+            tensor = torch.as_tensor(array)
+            if tensor.shape != layout.shapes[name]:
+                limit = f"must have the shape {list(layout.shapes[name])} of the config"
+                raise CorruptModelError(name, list(tensor.shape), limit)
+            missing.discard(name)
+            for stored_name, stored in layout.stored(name, tensor):
+                writer.add(stored_name, stored)
+            progress.update("convert", min(writer.written, total), total)
     if missing:
-        limit = f"{len(missing)} tensors of the model are missing"
         hint = "the files do not belong together, or this architecture cannot be converted"
-        raise CorruptModelError("weights", sorted(missing)[:3], limit, hint)
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group tensors into shards; each is emptied before the next one is filled, so that memory holds one."""
-    shard, size = dict[str, Tensor](), 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard.clear()
-            size = 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    yield shard
+        raise CorruptModelError(
+            "weights", sorted(missing)[:3], f"{len(missing)} tensors of the model are missing", hint
+        )

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 
 from langchain_card.config import EngineConfig
 from langchain_card.errors import DiskSpaceError, InvalidInputError, ModelStoreError
-from langchain_card.models import convert
 from langchain_card.models.budget import weight_bytes
+from langchain_card.models.convert import WeightWriter
 from langchain_card.models.files import INT8_FORMAT
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.models.safety import INDEX, inspect_folder, weight_files
+from langchain_card.models.safety import INDEX, inspect_folder
 from langchain_card.models.store import ModelStore
 from langchain_card.runtime.cpu import matmul_kernel
 from tests.support.wheelhouse import Record, tensors
@@ -139,14 +139,20 @@ def test_weights_beyond_half_precision_stay_full(tmp_path: Path) -> None:
     assert "lm_head.weight_int8" in stored
 
 
-def test_shards_hold_what_one_file_holds(llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = ModelStore(tmp_path / "whole").prepare(str(llama_folder), "int8")
-    monkeypatch.setattr(convert, "SHARD_BYTES", 500)
-    shards = ModelStore(tmp_path / "shards").prepare(str(llama_folder), "int8")
-    assert [file.name for file in weight_files(whole)] == ["model.safetensors"]
-    assert len(inspect_folder(shards)) > 3
-    assert set(json.loads((shards / INDEX).read_text())["weight_map"]) == set(tensors(whole))
-    assert all(torch.equal(tensor, tensors(whole)[name]) for name, tensor in tensors(shards).items())
+def test_writer_keeps_every_tensor_aligned(tmp_path: Path) -> None:
+    odd = {
+        "a": torch.ones(3, 5, dtype=torch.int8),
+        "b": torch.ones(3),
+        "c": torch.ones(7, 3).half(),
+        "d": torch.ones(4),
+    }
+    (tmp_path / "config.json").write_text("{}")
+    writer = WeightWriter(tmp_path / "model.safetensors", odd, "int8")
+    for name, tensor in odd.items():
+        writer.add(name, tensor)
+    writer.close()
+    inspect_folder(tmp_path)
+    assert all(torch.equal(tensor, odd[name]) for name, tensor in tensors(tmp_path).items())
 
 
 @pytest.mark.slow
