@@ -9,7 +9,6 @@ import signal
 import statistics
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from langchain_card.bench import methods as bench_methods
 from langchain_card.bench import peers, prompts
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.compare import HEADERS, WARM_UPS, Comparison, compare, markdown, measure_gaps, remarks
 from langchain_card.bench.method import PeakMemory, Run
 from langchain_card.bench.method_table import METHODS, PEERS
-from langchain_card.bench.methods import DecodeOptions, open_methods
+from langchain_card.bench.methods import DecodeOptions, EngineMethod, SamplingParams, open_methods
 from langchain_card.bench.peers import Peer
 from langchain_card.bench.plots import plot_comparison
 from langchain_card.cli import main
@@ -122,7 +120,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 def real(pair: EngineConfig) -> Iterator[tuple[Engine, Comparison]]:
     """Every method there is on one pair, in float64, where all must say the same."""
     names = [name for name in METHODS if not PEERS.get(name, PEERS["hf-generate"]).package]
-    with ExitStack() as held:
+    with contextlib.ExitStack() as held:
         engine, methods, failed = open_methods(names, pair, DecodeOptions(24), held, Engine, lambda _: None)
         found = Comparison({method.name: method.weights for method in methods})
         compare(found, methods, PROMPTS[:2], 1, 1, engine.tokenizer.decode, lambda *_: None)
@@ -162,7 +160,7 @@ def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: t
     loose, short = made_up.differences
     assert (loose.position, loose.own, loose.plain) == (0, *map(engine.tokenizer.decode, ([other[0]], [answer[0]])))
     assert (short.position, short.own) == (7, "") and made_up.identical("loose") == (0, 1)
-    likeliest = engine.submit(PROMPTS[0], bench_methods.SamplingParams(max_tokens=1, logprobs=2)).result()
+    likeliest = engine.submit(PROMPTS[0], SamplingParams(max_tokens=1, logprobs=2)).result()
     best, second = (logprob for _, logprob in likeliest.logprobs[0].top)
     assert loose.gap == pytest.approx(best - second) and loose.gap > 0
     (said,) = [line for line in remarks(made_up) if line.startswith("loose")]
@@ -174,7 +172,7 @@ def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: t
 @pytest.mark.slow
 def test_several_prompts_at_once(pair: EngineConfig) -> None:
     """Those of different lengths are padded for transformers; answers stay what they are alone."""
-    with ExitStack() as held:
+    with contextlib.ExitStack() as held:
         _, methods, _ = open_methods(
             ["plain", "card", "hf-generate"], pair, DecodeOptions(16, 0.0, 3), held, Engine, lambda _: None
         )
@@ -185,7 +183,7 @@ def test_several_prompts_at_once(pair: EngineConfig) -> None:
 
 
 def test_a_temperature_gives_the_same_draws_under_every_schedule(pair: EngineConfig) -> None:
-    with ExitStack() as held:
+    with contextlib.ExitStack() as held:
         _, methods, _ = open_methods(
             ["plain", "card", "ngram"], pair, DecodeOptions(24, 0.8), held, Engine, lambda _: None
         )
@@ -202,7 +200,7 @@ def test_flashspec(pair: EngineConfig) -> None:
     peer = Peer("flashspec", single := replace(pair, dtype="float32"), 16, 0.0)
     try:
         with Engine(single) as engine:
-            plain = bench_methods.EngineMethod("plain", "", engine, DecodeOptions(16)).run(PROMPTS[:1], 0)
+            plain = EngineMethod("plain", "", engine, DecodeOptions(16)).run(PROMPTS[:1], 0)
         seen = peer.run(PROMPTS[:1], 0)
     finally:
         peer.close()
@@ -216,7 +214,7 @@ def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: 
     shutil.copytree(pair.model, folder)
     (folder / "generation_config.json").write_text('{"repetition_penalty": 1.9, "max_length": 12}')
     own = replace(pair, model=str(folder), draft_model=None)
-    with ExitStack() as held:
+    with contextlib.ExitStack() as held:
         _, methods, _ = open_methods(["plain", "hf-generate"], own, DecodeOptions(24), held, Engine, lambda _: None)
         found = Comparison({method.name: method.weights for method in methods})
         compare(found, methods, PROMPTS[:1], 1, 1, str, lambda *_: None)
@@ -225,7 +223,7 @@ def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: 
 
 def test_a_peer_without_room_is_left_out(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "free_bytes", lambda device: 1 << 10)
-    with ExitStack() as held:
+    with contextlib.ExitStack() as held:
         _, methods, failed = open_methods(
             ["plain", "hf-generate"], pair, DecodeOptions(8), held, Engine, lambda _: None
         )
@@ -264,7 +262,7 @@ def test_llama_cpp_reads_the_file_that_a_model_came_from(pair: EngineConfig) -> 
     with contextlib.closing(peer), Engine(small) as engine:
         prompt = engine.tokenizer.encode("def fibonacci(n):")
         first, again = (peer.run([prompt], number) for number in range(2))
-        plain = bench_methods.EngineMethod("plain", "", engine, DecodeOptions(16)).run([prompt], 0)
+        plain = EngineMethod("plain", "", engine, DecodeOptions(16)).run([prompt], 0)
     assert first.token_ids == again.token_ids and 0 < first.tokens < 16 and first.first > 0 < first.seconds
     assert first.token_ids[0][:3] == plain.token_ids[0][:3]
 
@@ -299,7 +297,7 @@ def test_the_command_compares_and_writes(
 def test_a_run_that_is_cut_short_leaves_what_it_measured(
     pair: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer, calls = bench_methods.EngineMethod.run, list[str]()
+    answer, calls = EngineMethod.run, list[str]()
 
     def interrupted(self: Any, prompts: Any, repeat: int) -> Run:
         calls.append(self.name)
@@ -307,7 +305,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
             raise KeyboardInterrupt
         return answer(self, prompts, repeat)
 
-    monkeypatch.setattr(bench_methods.EngineMethod, "run", interrupted)
+    monkeypatch.setattr(EngineMethod, "run", interrupted)
     own = ["--model", pair.model, "--draft-model", str(pair.draft_model), "--dtype", "float64", "--max-tokens", "8"]
     assert main(["bench", *own, "--methods", "card", "--json", str(tmp_path / "rows.json")]) == 130
     assert "| card (" in capsys.readouterr().out
