@@ -1,4 +1,4 @@
-"""A hook of mkdocs: tables of docs/reference/, from the code, where a page says `<!-- generated: NAME -->`."""
+"""A hook of mkdocs: writes tables from the code where a page has `<!-- generated: NAME -->`."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from langchain_card.serve import metrics
 
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 CALL_WORDS: Mapping[str, str] = {
-    "stop": "Strings that end the answer, in the place of the field's.",
+    "stop": "Strings that end the answer, in place of the field's.",
     "max_completion_tokens": "The same as `max_tokens`.",
     "model": "Another target for this call; it is loaded, and kept until `close()`.",
     "draft_model": "Another draft for this call; None for plain decoding.",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "See `bind_tools`."),
-    "response_format": "A JSON schema that the answer obeys, as OpenAI has it; `with_structured_output` writes it.",
+    "response_format": "A JSON schema that the answer obeys, in OpenAI's form; `with_structured_output` writes it.",
 }
 CARD_WORDS: Mapping[str, str] = {
     "lossy": "Whether the rule in force may put tokens into this answer that the target did not choose.",
-    "rescued": "Of the accepted, those that the target did not choose; only where `lossy` is true.",
-    "waited": "Share of the time behind the first token in which rounds waited for their draft.",
-    "verified_by_source": "Candidates that the target checked, by drafter; one of several counts for the first.",
-    "accepted_by_source": "Candidates that became tokens of the answer, likewise.",
-    "draft_busy": "Share of the time behind the first token in which the draft took steps.",
-    "target_busy": "Likewise the target.",
-    "seed": "Of the draw; drawn for the call where none was given.",
+    "rescued": "Accepted candidates that the target did not choose; only if `lossy` is true.",
+    "waited": "Share of the time after the first token in which rounds waited for their draft.",
+    "verified_by_source": "Candidates that the target checked, by drafter; one of several drafters counts for the first.",
+    "accepted_by_source": "Candidates that became tokens of the answer, by drafter.",
+    "draft_busy": "Share of the time after the first token in which the draft took steps.",
+    "target_busy": "Share of the time after the first token in which the target took steps.",
+    "seed": "Seed of the draw; chosen for the call if none was given.",
     "time_to_first_token": "Seconds from the call to the first token, queueing and reading the prompt included.",
 }
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with its tables; an unknown name (`KeyError`), or a thing without words, ends the build."""
+    """Return the page with its tables; an unknown name (`KeyError`) or a missing description ends the build."""
     return MARK.sub(lambda found: TABLES[found[1]](), markdown)
 
 
 def table(heads: str, lines: Iterable[tuple[str, ...]]) -> str:
-    """Rows under headings; the last cell is the meaning, and may not be empty."""
+    """Return a table; the last cell of each row is the description, and may not be empty."""
     written = [f"| {heads} |", re.sub(r"[^|]+", " --- ", f"|{heads}|")]
     for line in lines:
         if not line[-1].strip():
@@ -63,17 +63,17 @@ def table(heads: str, lines: Iterable[tuple[str, ...]]) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a capital and a full stop."""
+    """Add a capital and a full stop."""
     return text[0].upper() + text[1:] + "." * (text[-1] not in ".!?")
 
 
 def code(value: object) -> str:
-    """As code, where pipes do not end a cell; nothing for nothing."""
+    """Format as code; an empty value stays empty."""
     return f"`{value}`" if value else ""
 
 
 def fields() -> str:
-    """Of the chat model: its own first."""
+    """Return the fields of the chat model, its own first."""
     infos = sorted(CARDChatModel.model_fields.items(), key=lambda named: named[0] in field_docs.INHERITED)
     lines = []
     for name, info in infos:
@@ -91,7 +91,7 @@ def limits() -> str:
 
 
 def calls() -> str:
-    """What a call may say."""
+    """Return the table of the options of a call."""
     own = sampling_options.SamplingOptions.model_fields
     words = {name: f"{info.description}" for name, info in own.items()} | CALL_WORDS
     names = dict.fromkeys([*own, *sampling_options._CALL_OPTIONS])
@@ -99,7 +99,7 @@ def calls() -> str:
 
 
 def card() -> str:
-    """The keys of `response_metadata["card"]`, in the words of `RequestStats` where they are the same."""
+    """Return the keys of `response_metadata["card"]`, described as in `RequestStats` where they are the same."""
     words = field_docs.attribute_docs(RequestStats)
     words |= {name: each.__doc__ for name, each in vars(RequestStats).items() if isinstance(each, property)}
     keys = answer.statistics(RequestStats(lossy=True), seed=0)
@@ -107,7 +107,7 @@ def card() -> str:
 
 
 def counted() -> str:
-    """What /metrics shows."""
+    """Return the table of the metrics."""
     registry, lines = metrics.Metrics()._registry, []
     labels = {name: each._labelnames for each, names in registry._collector_to_names.items() for name in names}
     for each in registry.collect():
@@ -117,7 +117,7 @@ def counted() -> str:
 
 
 def error_table() -> str:
-    """The tree of errors; what each is to LangChain, and what a client of the server sees."""
+    """Return the tree of errors, with LangChain's class and the server's answer for each."""
     tree, lines = inspect.cleandoc(errors.__doc__ or "").split("```")[1].strip("\n"), []
     for kind in (each for name, each in vars(errors).items() if name.endswith("Error")):
         combined = boundary.langchain_kind(kind).__mro__
@@ -128,7 +128,7 @@ def error_table() -> str:
 
 
 def commands() -> str:
-    """Every command with its options, read from the parsers: `--help` itself is laid out otherwise by each Python."""
+    """Return every command with its options, read from the parsers: each Python lays out `--help` differently."""
     parser = argparse.ArgumentParser(prog="langchain-card")
     subparsers = parser.add_subparsers()
     for name in cli.COMMANDS:
@@ -137,7 +137,7 @@ def commands() -> str:
 
 
 def command_parts(parser: argparse.ArgumentParser, said: str = "") -> Iterator[str]:
-    """A heading, what it does and a table for a command, then for those within it."""
+    """Return the heading, the description and the table of a command, then of its subcommands."""
     within = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if said:
         yield f"## {code(parser.prog)}\n\n{sentence(said)}"
@@ -149,7 +149,7 @@ def command_parts(parser: argparse.ArgumentParser, said: str = "") -> Iterator[s
 
 
 def option(action: argparse.Action) -> tuple[str, str, str]:
-    """A row: its names, what it takes, and what it means."""
+    """Return a row: names, value and meaning of an option."""
     takes = action.metavar or action.dest.upper()
     value = ", ".join(map(code, action.choices or [takes])) if action.option_strings and action.nargs != 0 else ""
     words = (action.help or "%(default)s where it is not said") % {**vars(action), "prog": "langchain-card"}
@@ -161,11 +161,11 @@ FOLDERS = (
     "engine", "engine/transports", "engine/isolated", "chat", "testing", "bench", "serve", "serve/openai",
     "serve/langserve", "serve/page", "cli",
 )  # fmt: skip
-"""Of the package, in the order of its layers."""
+"""The folders of the package, in the order of its layers."""
 
 
 def module_tables() -> str:
-    """Every module with the first line of its docstring, a table a folder; an unlisted folder ends the build."""
+    """Return every module with the first line of its docstring, one table per folder; an unlisted folder fails."""
     package, parts = Path(errors.__file__).parent, []
     found = {path.parent.relative_to(package).as_posix().removeprefix(".") for path in package.rglob("*.py")}
     if found != {*FOLDERS}:

@@ -19,11 +19,11 @@ CARDError
     ├── EngineWaitError                 the request waited too long for its turn
     ├── EngineClosedError               the engine was closed
     ├── GenerationTimeoutError          the answer took longer than it was allowed to
-    └── GenerationAbortedError          somebody else ended the answer
+    └── GenerationAbortedError          another part of the program ended the answer
 ```
 
-Each one names the field, the value, the limit that was broken and one hint, and keeps them as attributes. What a chat
-model raises is also of LangChain's own kind: see `chat/error_mapping.py`.
+Each error names the field, the value, the limit that was broken and one hint, and keeps them as attributes. Errors that
+a chat model raises are also LangChain's: see `chat/error_mapping.py`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Any
 
 
 class CARDError(Exception):
-    """Base of all errors here.
+    """The base class of all errors.
 
     Attributes:
         field: name of the argument, file or device at fault.
         value: the value that was given, shortened for display.
-        limit: what would have been right.
+        limit: the rule that the value breaks.
         hint: one thing to try.
     """
 
@@ -55,12 +55,12 @@ class CARDError(Exception):
 
 
 def restored(kind: type[CARDError], args: tuple[Any, ...], state: Mapping[str, Any]) -> CARDError:
-    """An error of a kind with what another one says: pickles are read so.
+    """Restore an error from a pickle.
 
     Args:
-        kind: of the new error.
-        args: of the other, its message.
-        state: the other's attributes.
+        kind: its class.
+        args: its message.
+        state: its attributes.
     """
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
@@ -76,7 +76,7 @@ class ContextOverflowError(InvalidInputError):
 
 
 class UnsupportedContentError(InvalidInputError):
-    """A message holds a block that is not text: an image, audio, a video, a file, or of a type that is not known."""
+    """A message holds a block that is not text: an image, audio, a video, a file, or an unknown type."""
 
 
 class UnknownModelError(InvalidInputError):
@@ -84,11 +84,11 @@ class UnknownModelError(InvalidInputError):
 
 
 class UnsupportedModelError(InvalidInputError):
-    """The model keeps more of earlier tokens than keys and values, or attends in a way that is not known here."""
+    """The model keeps more state than keys and values, or its attention is not supported."""
 
 
 class VocabularyMismatchError(InvalidInputError):
-    """Draft and target have almost no tokens in common, or a tokenizer does not say what its tokens are."""
+    """Draft and target have almost no tokens in common, or a tokenizer does not list its tokens."""
 
 
 class DeviceError(CARDError, RuntimeError):
@@ -120,11 +120,11 @@ class EngineError(CARDError, RuntimeError):
 
 
 class EngineBusyError(EngineError):
-    """The queue is full; the request was not taken."""
+    """The queue is full; the request was refused."""
 
 
 class EngineWaitError(EngineError):
-    """The request had not begun when nobody wanted to wait any longer; it was aborted."""
+    """The request waited too long for its turn, and was aborted."""
 
 
 class EngineClosedError(EngineError):
@@ -140,7 +140,7 @@ class GenerationAbortedError(EngineError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed for want of memory: torch names it on GPUs, its CPU allocator says it in words."""
+    """Return whether an error means that memory ran out: torch has a class for GPUs, and only a message for CPUs."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -149,7 +149,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:
-    """Raises `InvalidInputError` naming the nearest choice, or else a hint, unless `value` is one of `choices`."""
+    """Raise `InvalidInputError` naming the nearest choice, or else a hint, unless `value` is one of `choices`."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         raise InvalidInputError(
@@ -158,14 +158,14 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = ""
 
 
 def check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> None:
-    """Raises `InvalidInputError` unless `low <= value <= high` and `value` is a number; whole when `low` is an int."""
+    """Raise `InvalidInputError` unless `low <= value <= high` and `value` is a number; whole when `low` is an int."""
     kinds, word = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         raise InvalidInputError(name, value, f"must be {word} between {low:,} and {high:,}", hint)
 
 
 def check_ids(name: str, token_ids: Sequence[Any], most: int, vocab_size: int = 2**31) -> None:
-    """Raises `InvalidInputError` unless there are at most `most` token ids, all different and in the vocabulary."""
+    """Raise `InvalidInputError` unless there are at most `most` token ids, all different and in the vocabulary."""
     if len(token_ids) > most:
         raise InvalidInputError(name, len(token_ids), f"at most {most:,} tokens", "name fewer")
     for token in token_ids:
