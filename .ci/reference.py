@@ -38,7 +38,7 @@ CARD_WORDS: Mapping[str, str] = {
     "lossy": "Whether the rule in force may put tokens into this answer that the target did not choose.",
     "rescued": "Accepted candidates that the target did not choose; only if `lossy` is true.",
     "waited": "Share of the time after the first token in which rounds waited for their draft.",
-    "verified_by_source": "Candidates that the target checked, by drafter; one of several drafters counts for the first.",
+    "verified_by_source": "Candidates that the target checked, by drafter; one of several counts for the first.",
     "accepted_by_source": "Candidates that became tokens of the answer, by drafter.",
     "draft_busy": "Share of the time after the first token in which the draft took steps.",
     "target_busy": "Share of the time after the first token in which the target took steps.",
