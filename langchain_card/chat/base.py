@@ -16,9 +16,11 @@ from typing_extensions import Self, override
 from langchain_card.chat.engine_options import EngineOptions
 from langchain_card.chat.error_mapping import langchain_errors
 from langchain_card.chat.field_docs import JsonFields, fields_section
-from langchain_card.chat.profile import profile_of
+from langchain_card.chat.reasoning import OPEN
 from langchain_card.chat.sampling_options import SamplingOptions, check_options, unknown_name
 from langchain_card.chat.schemas import response_format_dict, tool_dicts
+from langchain_card.config import EngineConfig
+from langchain_card.models.headers import DEFAULT_MAX_LEN, chat_template, context_length
 from langchain_card.text.prompt import encode, to_conversation
 
 if TYPE_CHECKING:
@@ -177,3 +179,36 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
         """Return the stop strings of a call with the option `stop`."""
         stop = self.stop if stop is None else stop
         return [stop] if isinstance(stop, str) else stop
+
+
+def profile_of(config: EngineConfig) -> ModelProfile:
+    """Return the profile of the model that an engine of this configuration runs.
+
+    `max_input_tokens` is the longest prompt that the engine accepts, `max_output_tokens` the longest answer; both are
+    left out if the model's files do not state the length of its context.
+    """
+    profile = ModelProfile(
+        text_inputs=True,
+        image_inputs=False,
+        image_url_inputs=False,
+        pdf_inputs=False,
+        audio_inputs=False,
+        video_inputs=False,
+        text_outputs=True,
+        image_outputs=False,
+        audio_outputs=False,
+        video_outputs=False,
+        reasoning_output=OPEN in chat_template(config.model),
+        tool_calling=True,
+        tool_choice=True,
+        tool_call_streaming=True,
+        structured_output=True,
+        temperature=True,
+    )
+    trained = context_length(config.model)
+    length = config.max_model_len or (trained and DEFAULT_MAX_LEN)
+    if length is not None:
+        room = min(length, trained or length) - config.limits.max_window - 1  # and a token for answer or prompt
+        profile["max_input_tokens"] = max(room, 0)
+        profile["max_output_tokens"] = max(min(room, config.limits.max_output_tokens), 0)
+    return profile

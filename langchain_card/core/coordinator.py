@@ -69,14 +69,8 @@ class Coordinator:
         self._connect()
 
     def _connect(self) -> None:
-        self.lifecycle = Lifecycle(
-            drafters=self.drafters,
-            scheduler=self.scheduler,
-            workers=self.workers,
-            query=self.query,
-            intake=self.intake,
-            policy=self.policy,
-        )
+        shared = self.drafters, self.scheduler, self.workers, self.query, self.intake, self.policy
+        self.lifecycle = Lifecycle(*shared)
 
     def copy(self) -> Coordinator:
         """Return an independent copy that shares the policy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from langchain_card.config import Schedule
 from langchain_card.core.candidates import CandidateTree
@@ -72,14 +73,11 @@ class RequestState:
 
     def copy(self) -> RequestState:
         """Return an independent copy."""
+        counts: Any = {name: getattr(self.stats, name).copy() for name in ("verified_by_source", "accepted_by_source")}
         return replace(
             self,
             tree=self.tree.copy(),
-            stats=replace(
-                self.stats,
-                verified_by_source=self.stats.verified_by_source.copy(),
-                accepted_by_source=self.stats.accepted_by_source.copy(),
-            ),
+            stats=replace(self.stats, **counts),
             drafters={name: drafter.copy() for name, drafter in self.drafters.items()},
             output_ids=self.output_ids.copy(),
             pending=self.pending.copy(),

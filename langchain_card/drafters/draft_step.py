@@ -15,7 +15,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from langchain_card.core.messages import Proposal
 from langchain_card.drafters.lower_level import Guess, Guesses, GuessRequest, InVocabulary, LowerLevel
@@ -154,16 +154,10 @@ class DraftStep:
     def publish(self, source: str, together: int, elapsed: float, reading: float = 0.0) -> Proposal:
         """Return the step's proposal; `elapsed` is the time of all requests, which expanded `together` nodes."""
         tree, share = self.tree, elapsed * self.expanded / max(1, together)
+        cost: dict[str, Any] = {"forwarded": self.expanded, "together": together, "layers": self.layers}
+        cost |= {"elapsed": share, "reading": reading}
         if not self.budget.whole:
-            return tree.publish(
-                source,
-                self.budget.request_id,
-                forwarded=self.expanded,
-                together=together,
-                layers=self.layers,
-                elapsed=share,
-                reading=reading,
-            )
+            return tree.publish(source, self.budget.request_id, **cost)
         node, unknown = tree.follow(() if self.lost else self.budget.ahead)
         nodes = [] if self.lost or unknown else [*itertools.islice(likeliest(tree, node), MAX_WHOLE)]
         number = {node: 0} | {found: i for i, found in enumerate(nodes, 1)}
@@ -177,11 +171,7 @@ class DraftStep:
             parents=tuple(number[tree.parents[node]] for node in nodes),
             token_ids=tuple(tree.tokens[node] for node in nodes),
             scores=tuple(tree.scores[node] for node in nodes),
-            forwarded=self.expanded,
-            together=together,
-            layers=self.layers,
-            elapsed=share,
-            reading=reading,
+            **cost,
         )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from langchain_card import plugins
 from langchain_card.core.messages import Proposal
@@ -14,7 +20,6 @@ from langchain_card.drafters.lower_level import Guess, GuessRequest, LowerLevel
 from langchain_card.ports import Budget, Drafter, Setting
 from langchain_card.runtime import threads
 from langchain_card.testing import prompts
-from langchain_card.testing.memory import count_reachable
 from langchain_card.testing.prompts import Text
 from langchain_card.testing.proposal_checks import Candidates, RequestRun, run_requests, seeded
 from langchain_card.testing.tiny import VOCAB
@@ -289,3 +294,43 @@ def _of_tenant(tenant: str, text: Text) -> Text:
 def _timeless(p: Proposal) -> Proposal:
     """Return a proposal without the times that it took."""
     return replace(p, elapsed=0.0, reading=0.0)
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytes, bytearray, str)
+_SHARED = (types.ModuleType, type, types.CodeType, types.FrameType)
+
+
+def count_reachable(drafter: Any) -> int:
+    """Count the objects, entries of containers, numbers in tensors and bytes of arrays that a drafter can reach.
+
+    Its classes and the globals of its module are included. The same calls give the same count, whatever the allocator
+    does, which is not true of bytes.
+    """
+    classes = [vars(each) for each in type(drafter).__mro__ if each is not object]
+    seen, count, todo = set[int](), 0, [drafter, *classes, vars(sys.modules[type(drafter).__module__])]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, _SHARED):
+            continue
+        seen.add(id(value))
+        count += 1
+        if isinstance(value, torch.Tensor):
+            count += value.numel()
+        elif isinstance(value, _CONTAINERS):
+            count += len(value)
+        else:
+            count += _num_bytes(value)
+        if isinstance(value, types.FunctionType):
+            todo += value.__closure__ or ()
+        else:
+            todo += gc.get_referents(value)
+    return count
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of an object with a buffer, such as an array; 0 for others."""
+    try:
+        with memoryview(value) as view:
+            return view.nbytes
+    except (TypeError, BufferError, ValueError):
+        return 0

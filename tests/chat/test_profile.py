@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from langchain_card import CARDChatModel
 from langchain_card.chat import base as contract
-from langchain_card.chat.profile import profile_of
+from langchain_card.chat.base import profile_of
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine

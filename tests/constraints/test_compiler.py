@@ -20,9 +20,8 @@ from pydantic import AnyHttpUrl
 
 from langchain_card.config import Limits
 from langchain_card.constraints import compiler
-from langchain_card.constraints.compiler import Grammars
+from langchain_card.constraints.compiler import Grammars, Matcher
 from langchain_card.constraints.json_schema import json_grammar
-from langchain_card.constraints.matcher import Matcher
 from langchain_card.errors import InvalidInputError
 from langchain_card.testing.tokenizer import byte_tokenizer
 from tests.support.grammars import PADDED, eos, grammars, tokenizer
@@ -305,7 +304,7 @@ def test_the_cache_is_bounded_and_what_it_lost_works() -> None:
     def use(n: int) -> int:
         own.check(asked[n], 10**6)
         state = own.start(asked[n])
-        assert sum(kept.size for kept in own._compiled.values()) <= 10**6
+        assert sum(kept.size for kept in list(own._compiled.values())) <= 10**6
         return len(state.closing(0) or ())
 
     with ThreadPoolExecutor(4) as pool:

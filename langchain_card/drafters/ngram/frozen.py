@@ -1,52 +1,51 @@
-"""Tables built beforehand from a folder's text: what follows a leader, and how often."""
+"""Frozen tables, built from a folder's text: the followers of each leader, and how often they came."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 import json
-import mmap
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Setting
 
 ORDERS = (3, 2, 1)
-"""Tokens of a leader, by table; the longest that is known answers."""
+"""Tokens of a leader, by table; the longest known leader is used."""
 
 FOLLOWERS = 4
-"""Of a leader at most, the most frequent first."""
+"""Followers of a leader at most, the most frequent first."""
 
 ENTRY_BYTES = 8 + FOLLOWERS * 5
 MAX_BYTES = 1 << 30
-"""Of a file that is opened."""
+"""Size of the largest file that is opened."""
 
 SHARES = 8
-"""Classes of how often a follower comes: the eighth part of its leader's occurrences."""
+"""Classes of a follower's share of its leader's occurrences, an eighth each."""
 
 FORMAT = "langchain-card.ngrams.1"
 _BITS = 21
 _REBUILD = "build it anew: langchain-card ngrams FOLDER --model NAME --out FILE"
-_TYPES: dict[str, tuple[str, str]] = {"leaders": ("I64", "q"), "followers": ("I32", "i"), "shares": ("U8", "B")}
+_TYPES = {"leaders": "int64", "followers": "int32", "shares": "uint8"}
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Of the tokens and their numbers."""
+    """Return a hash of the tokens and their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 class FrozenTable:
-    """A file of `write`, mapped into memory and only read.
+    """A file of `write`, opened to be read.
 
     Args:
-        path: of the file.
-        setting: whose vocabulary the file must be made for.
+        path: path of the file.
+        setting: the engine, whose vocabulary the file must be made for.
 
     Raises:
         InvalidInputError: it cannot be read, is damaged, or belongs to another tokenizer.
@@ -54,10 +53,8 @@ class FrozenTable:
 
     def __init__(self, path: str, setting: Setting) -> None:
         try:
-            with Path(path).expanduser().open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            tables, metadata = _read(memoryview(mapped))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError) as error:
+            tables, metadata = _read(Path(path).expanduser())
+        except (OSError, ValueError, SafetensorError) as error:
             raise InvalidInputError("table", path, f"cannot be read ({error})", _REBUILD) from error
         tokenizer = setting.tokenizer
         if tokenizer is not None and metadata.get("vocabulary") != vocabulary_hash(tokenizer):
@@ -69,7 +66,7 @@ class FrozenTable:
         self._tables = tables
 
     def followers(self, path: Sequence[int]) -> list[tuple[int, int]]:
-        """Tokens that follow the last ones of `path`, most frequent first.
+        """Return the tokens that follow the last ones of `path`, most frequent first.
 
         With each comes its share, and `SHARES` more where the leader is longer than a token.
         """
@@ -92,7 +89,7 @@ Columns = tuple[Column, Column, Column]
 
 
 def count(token_ids: Column, max_bytes: int) -> dict[int, Columns]:
-    """The most frequent leaders that occur twice or more, and what follows them.
+    """Count the most frequent leaders that occur at least twice, and their followers.
 
     Args:
         token_ids: [tokens] of all text, a negative number after each file.
@@ -113,7 +110,7 @@ def count(token_ids: Column, max_bytes: int) -> dict[int, Columns]:
 
 
 def _followers(token_ids: Column, order: int) -> tuple[Column, Columns]:
-    """All leaders of one length: how often their first follower came, and the columns."""
+    """Return all leaders of one length: how often their first follower came, and the columns."""
     ids = token_ids.astype(np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(ids, order + 1) if len(ids) > order else ids[:0].reshape(0, 2)
     windows = windows[(windows >= 0).all(axis=1)]
@@ -135,7 +132,7 @@ def _followers(token_ids: Column, order: int) -> tuple[Column, Columns]:
 
 
 def _counted(keys: Column, followers: Column) -> tuple[tuple[Column, Column], Column]:
-    """Each pair once, and how often it came."""
+    """Return each pair once, and how often it came."""
     order = np.lexsort((followers, keys))
     keys, followers = keys[order], followers[order]
     new = np.ones(len(keys), bool)
@@ -145,7 +142,7 @@ def _counted(keys: Column, followers: Column) -> tuple[tuple[Column, Column], Co
 
 
 def write(path: Path, tables: dict[int, Columns], tokenizer: Any, model: str) -> None:
-    """Writes a file that `FrozenTable` opens."""
+    """Write a file that `FrozenTable` opens."""
     from safetensors.numpy import save_file
 
     named = {
@@ -162,30 +159,24 @@ def write(path: Path, tables: dict[int, Columns], tokenizer: Any, model: str) ->
 Tables = list[tuple[int, tuple[memoryview, memoryview, memoryview]]]
 
 
-def _read(file: memoryview) -> tuple[Tables, dict[str, str]]:
-    """The columns of each order, where they lie in a file, and what it says of itself."""
-    if len(file) > MAX_BYTES:
-        raise ValueError(f"has {len(file):,} bytes, {MAX_BYTES:,} are the most")
-    (length,) = struct.unpack("<Q", file[:8])
-    header = json.loads(bytes(file[8 : 8 + length]))
-    metadata, data = header["__metadata__"], file[8 + length :]
-    if metadata["format"] != FORMAT:
-        raise ValueError(f"is of format {str(metadata['format'])[:100]}, not {FORMAT}")
-    tables = []
-    for order in ORDERS:
-        leaders, followers, shares = (_column(data, header[f"{name}.{order}"], name) for name in _TYPES)
-        if not len(leaders) * FOLLOWERS == len(followers) == len(shares):
-            raise ValueError("its columns differ in length")
-        if np.asarray(shares).max(initial=0) >= SHARES:
-            raise ValueError(f"a share is not below {SHARES}")
-        tables.append((order, (leaders, followers, shares)))
-    return tables, metadata
+def _read(path: Path) -> tuple[Tables, dict[str, str]]:
+    """Return the columns of each order and the metadata of a file."""
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"has {size:,} bytes, {MAX_BYTES:,} are the most")
+    with safe_open(path, "numpy") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"is of format {str(metadata.get('format'))[:100]}, not {FORMAT}")
+        return [(order, _columns(file, order)) for order in ORDERS], metadata
 
 
-def _column(data: memoryview, entry: Any, name: str) -> memoryview:
-    begin, end = entry["data_offsets"]
-    dtype, code = _TYPES[name]
-    if entry["dtype"] != dtype or not 0 <= begin <= end <= len(data):
-        raise ValueError(f"{name} does not fit the file")
-    column: memoryview = data[begin:end].cast(code)  # type: ignore[call-overload]
-    return column
+def _columns(file: Any, order: int) -> tuple[memoryview, memoryview, memoryview]:
+    arrays = {name: file.get_tensor(f"{name}.{order}").ravel() for name in _TYPES}
+    if any(array.dtype != _TYPES[name] for name, array in arrays.items()):
+        raise ValueError("its columns have other types")
+    leaders, followers, shares = arrays.values()
+    if not len(leaders) * FOLLOWERS == len(followers) == len(shares):
+        raise ValueError("its columns differ in length")
+    if shares.max(initial=0) >= SHARES:
+        raise ValueError(f"a share is not below {SHARES}")
+    return memoryview(leaders), memoryview(followers), memoryview(shares)

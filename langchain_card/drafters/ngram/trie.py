@@ -8,9 +8,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from langchain_card.drafters.ngram.chances import Chances, Successor
 from langchain_card.drafters.ngram.frozen import SHARES, FrozenTable
-from langchain_card.drafters.ngram.table import MAX_MATCH, Table
+from langchain_card.drafters.ngram.table import MAX_MATCH, Chances, Successor, Table
 
 EXPAND = 0.3
 """Chance of being reached below which a node gets no successors: they would not be worth their rows."""

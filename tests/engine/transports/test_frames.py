@@ -71,10 +71,10 @@ class Draw:
         )
 
     def proposal(self) -> m.Proposal:
-        numbers = [self.int() for _ in range(10)]
+        numbers = [self.int() for _ in range(9)]
         return m.Proposal(
             self.text(), *numbers[:5], self.ints(), self.ints(), self.floats(), self.ints(), *numbers[5:8],
-            self.float(), self.float(), *numbers[8:],
+            self.float(), self.float(), numbers[8],
         )  # fmt: skip
 
     def argument(self) -> frames.Argument:
