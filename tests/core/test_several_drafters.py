@@ -9,15 +9,19 @@ from collections.abc import Sequence
 import pytest
 
 from langchain_card.config import Limits
+from langchain_card.core import messages as m
 from langchain_card.core import query
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.controller import Controller
+from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.costs import Calibration
 from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.frontier import frontier
 from langchain_card.core.messages import Proposal
+from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats, SamplingParams
 from langchain_card.ports import Budget, Drafter
+from tests.simulation import FixedPolicy
 from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyModel, ToyTarget
 
@@ -171,3 +175,23 @@ def test_what_is_stated_is_lowered_to_what_came_true_and_never_raised() -> None:
     assert judged.score(math.log(0.3)) == math.log(0.3), "it knows better than it says"
     assert judged.score(math.log(0.7)) == math.log(0.7), "nothing was learnt of the like"
     assert judged.score(-math.inf) == -math.inf and judged.score(0.0) == 0.0
+
+
+def test_the_cost_of_steps_and_the_origin_of_scores_are_two_properties() -> None:
+    """A drafter may be costly without a model (`dear`), and have a model without a cost (`model`)."""
+    traits = [DrafterTraits("dear", paced=True), DrafterTraits("model", paced=False, from_model=True)]
+    core = Coordinator(traits, Limits(), FixedPolicy())
+    core.handle(m.Submitted(Request(0, (1,), SamplingParams(max_tokens=9, schedule="sequential")), 0.0))
+    begun = core.handle(m.TargetReady(0.0))
+    assert [effect.worker for effect in begun if isinstance(effect, m.Grow)] == ["model"], (
+        "a costly step is weighed first"
+    )
+    state = core.scheduler.running[0]
+    for name, score in (("dear", -0.1), ("model", -2.0)):
+        proposal = Proposal(
+            name, 0, 0, 0, 0, 1, (0,), (7,), (score,), (0,), incarnation=state.drafters[name].incarnation
+        )
+        core.handle(m.Proposed(proposal, 0.0))
+    core.intake.absorb(state)
+    node = state.tree.first_child()
+    assert state.tree.origins[node] == ("model", -2.0) and state.tree.listed_by_model == {node}
