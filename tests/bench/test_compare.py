@@ -110,8 +110,7 @@ def test_bounds_hold_the_truth_as_often_as_they_say() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    folder = tmp_path_factory.mktemp("pair")
-    target = tiny.make_target("llama", folder / "target")
+    target = tiny.make_target("llama", (folder := tmp_path_factory.mktemp("pair")) / "target")
     pins = Pins(lead=3, window=4)  # drafts whatever it costs
     return EngineConfig(target, tiny.make_draft(target, folder / "draft", noise=0.02), dtype="float64", pins=pins)
 
@@ -146,6 +145,7 @@ def test_all_methods_run_on_the_same_weights_and_say_the_same(real: tuple[Engine
     assert found.of("plain")[0].run.figures["accepted_length"] == 1
 
 
+@pytest.mark.slow
 def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: tuple[Engine, Comparison]) -> None:
     engine, found = real
     (row,) = [row for row in found.of("plain") if row.group == 0]

@@ -90,6 +90,7 @@ class Calls(BaseCallbackHandler):
         self.tokens.append(token)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ten_streamed_answers(noisy_pair: Engine, say: Callable[[str], None]) -> None:
     """Tokens come round by round, the first of them early, and make up the text, which `invoke` gives, too."""

@@ -49,7 +49,7 @@ def path_logits(runner: ModelRunner, cache: KVCache, path: list[int]) -> torch.T
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("length", [20, 125, 127, 128, 250])
 def test_same_bits_beside_other_rows_and_in_other_slots(
     runner: tuple[ModelRunner, list[int]], length: int, threads: int, set_threads: Callable[[int], None]
