@@ -65,8 +65,8 @@ class Drafter(Protocol):
 
     Attributes of the class:
         name: the `source` of its proposals; unique in an engine.
-        paced: True when a step costs device time. Its steps are then granted only where they pay, and run on a thread
-            of its own if devices are not shared. Others run in every round.
+        paced: True when a step costs device time. Under `sequential` such steps are granted one by one, where they pay;
+            under `parallel` they run on a thread of their own. Other drafters run in every round.
         from_model: optional, False by default: whether its scores are a language model's. Such scores replace the ones
             of other drafters, its candidates get twice the room in the cache, and a token that it did not list among
             the children of a node that it expanded counts as unlikely.

@@ -3,7 +3,7 @@
 Each drafter numbers its own nodes. Three fences keep a late, lost or repeated proposal from putting a candidate under a
 prefix that it was not drafted from: the incarnation (an earlier life of the drafter or of the request), the epoch (an
 earlier tree of the drafter) and the numbering (nodes that were lost, or seen already). Malformed proposals do not get
-here: `is_valid` is checked where a drafter's own code returns them.
+here: `is_valid` is checked where they enter this process, from a drafter's own code or from its process.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def _within(numbers: Sequence[int], bound: int) -> bool:
 def is_valid(proposal: Proposal) -> bool:
     """Return whether a proposal is well formed, whatever was proposed before it.
 
-    Called where code of a drafter, which may be a plug-in, returns proposals; nowhere else.
+    Called where proposals enter the process: where a drafter's code, which may be a plug-in, returns them, and where
+    they arrive from a drafter's process.
     """
     if not _is_well_typed(proposal):
         return False

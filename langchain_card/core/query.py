@@ -23,7 +23,7 @@ class DrafterTraits:
 
     Attributes:
         name: unique in an engine.
-        paced: whether its steps cost device time; if so, they are granted only where they pay.
+        paced: whether its steps cost device time; if so, `sequential` weighs each one.
         from_model: whether its scores are a language model's.
         of_grammars: whether it works for requests with a grammar only.
     """

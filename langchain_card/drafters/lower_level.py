@@ -44,7 +44,7 @@ class GuessRequest(NamedTuple):
 
 @dataclass(slots=True)
 class Guesses:
-    """The answer of a lower drafter to one request, checked in the same way as the core checks proposals.
+    """The answer of a lower drafter to one request, checked in the same way as `DraftWorker` checks proposals.
 
     Attributes:
         wanted: the request.
@@ -61,7 +61,9 @@ class Guesses:
         """Take the proposals for this request; return True if they brought something and there is room for more."""
         before = len(self._tree)
         for proposal in proposals:
-            if not is_valid(proposal) or (proposal.request_id, proposal.applied_len) != self.wanted[:2]:
+            if type(proposal) is not Proposal or (proposal.request_id, proposal.applied_len) != self.wanted[:2]:
+                continue
+            if not is_valid(proposal):
                 continue
             proposal = replace(proposal, applied_len=0)
             if self._drafter.admit(proposal, self._tree, vocab_size):

@@ -127,7 +127,7 @@ class DraftWorker:
 
     def _usable(self, budgets: Sequence[Budget], proposals: Sequence[Proposal]) -> list[Proposal]:
         """Return the usable proposals, and an empty one for each request without: the coordinator waits for it."""
-        usable = [p for p in proposals if isinstance(p, Proposal) and is_valid(p) and self._is_expected(p)]
+        usable = [p for p in proposals if type(p) is Proposal and is_valid(p) and self._is_expected(p)]
         answered = {(p.request_id, p.applied_len) for p in usable}
         wanted = [(budget.request_id, self.applied[budget.request_id]) for budget in budgets]
         empty = [_empty_proposal(self.drafter.name, *key) for key in wanted if key not in answered]

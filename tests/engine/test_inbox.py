@@ -10,7 +10,7 @@ import pytest
 
 from langchain_card.core.messages import Draining, Event
 from langchain_card.engine import inbox
-from langchain_card.engine.inbox import Inbox
+from langchain_card.engine.driver import Inbox
 
 SECONDS = 1.0
 

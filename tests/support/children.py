@@ -17,7 +17,7 @@ import msgspec
 from langchain_card.core import messages as m
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.driver import Driver
-from langchain_card.engine.transports.frames import DOWN
+from langchain_card.engine.transports.frames import DOWN, UP
 from langchain_card.engine.transports.process import ProcessTransport
 from langchain_card.errors import DeviceError
 from langchain_card.ports import Budget
@@ -79,6 +79,7 @@ SENT = {
     "no msgpack": frame(b"\xc1" * 9),
     "an unknown kind": frame(msgspec.msgpack.encode(("Proposals", {}))),
     "a command": DOWN.encode(m.End("toy", 0)),
+    "a malformed proposal": UP.encode(m.Proposal("toy", 0, 0, 5, 0, 1, (0,), (7,), (-0.1,))),
     "a wrong type": frame(msgspec.msgpack.encode(("Exhausted", {"request_ids": ["0"]}))),
 }
 

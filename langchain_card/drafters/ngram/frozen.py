@@ -54,7 +54,7 @@ class FrozenTable:
     def __init__(self, path: str, setting: Setting) -> None:
         try:
             tables, metadata = _read(Path(path).expanduser())
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise InvalidInputError("table", path, f"cannot be read ({error})", _REBUILD) from error
         tokenizer = setting.tokenizer
         if tokenizer is not None and metadata.get("vocabulary") != vocabulary_hash(tokenizer):

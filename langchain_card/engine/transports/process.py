@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from langchain_card.core.drafter_state import is_valid
 from langchain_card.core.messages import Proposal
 from langchain_card.engine.transports.child_process import ChildProcess
 from langchain_card.engine.transports.frames import DOWN, UP, Argument, Exhausted, Ready, Start, WorkerHeartbeat
 from langchain_card.engine.transports.thread import Mailbox
+from langchain_card.errors import EngineError
 from langchain_card.ports import DraftCommand, Health
 
 log = logging.getLogger(__name__)
@@ -113,6 +115,8 @@ class ProcessTransport:
     def _take(self, report: Proposal | Exhausted | WorkerHeartbeat | Ready) -> None:
         match report:
             case Proposal():
+                if not is_valid(report):
+                    raise EngineError("frame", report, "makes no sense as a proposal", "do both ends run one version")
                 self._publish(report)
             case Exhausted(request_ids):
                 self._report_out_of_memory(request_ids)

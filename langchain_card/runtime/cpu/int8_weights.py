@@ -65,6 +65,8 @@ def _stacks(names: list[str]) -> list[tuple[str, ...]]:
 
 def _tensor(weights: Mapping[str, Any], name: str) -> Tensor:
     """Read a tensor from the open file that holds it."""
+    if name not in weights:
+        raise CorruptModelError("weights", name, "is missing from the int8 weights", "remove the folder and load again")
     tensor: Tensor = weights[name].get_tensor(name)
     return tensor
 
