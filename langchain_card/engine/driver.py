@@ -1,4 +1,4 @@
-"""`Driver`: the loop around the core, events in and effects out, on the target's thread. `Inbox`: events on their way."""
+"""`Driver`: the loop around the core, events in and effects out. `Inbox`: events from any thread on their way to it."""
 
 from __future__ import annotations
 
