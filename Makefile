@@ -34,10 +34,10 @@ test: setup ## what a change is tested with: every area, no test over a few seco
 test-core: setup ## the parts that need no model and no process (under a minute)
 	@$(PYTEST) -m "not slow and not pair" tests/core tests/text/test_detokenizer.py tests/text/test_call_reader.py
 
-test-rest: setup ## what `make test` leaves out (half an hour on two cores)
+test-rest: setup ## what `make test` leaves out (20 to 30 minutes on two cores)
 	@$(PYTEST) $(TWO) -m "slow and not pair"
 
-test-all: test test-rest ## every test that does without the built-in pair (40 minutes on two cores)
+test-all: test test-rest ## every test that does without the built-in pair (30 to 40 minutes on two cores)
 
 test-pair: setup ## the tests that need the built-in pair (about an hour on two cores)
 	@$(PYTEST) -m pair

@@ -118,8 +118,10 @@ def test_kills_under_load(tmp_path: Any) -> None:
     with apart.load() as model, served(model) as url:
         clients = Clients(url, wanted)
         for each in todo:
-            module, worker = ("transports", "model") if each == "draft" else ("engine", "engine process")
-            pid[each] = kill(f"langchain_card.{module}.child", model, worker, rng, pid[each])
+            module, worker = (
+                ("transports.worker_main", "model") if each == "draft" else ("isolated.main", "engine process")
+            )
+            pid[each] = kill(f"langchain_card.engine.{module}", model, worker, rng, pid[each])
         enough = clients.outcomes["exact"] + CLIENTS
         wait_until(lambda: clients.outcomes["exact"] >= enough, 60)
         clients.end()

@@ -25,7 +25,7 @@ RUN = ("python", "console")
 SERVE = "langchain-card serve"
 ADDRESS = "127.0.0.1:8000"
 BUILT_IN = "qwen2.5-coder-1.5b"
-SECONDS = 120
+SECONDS = 240
 """That a block of Python, or a line of a console, may take."""
 
 _FENCE = re.compile(r"^( *)(`{3,})(\w*)[^\n]*\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
