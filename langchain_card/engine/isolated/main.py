@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,10 @@ def _handle(message: Any, engine: Engine, wire: Wire) -> None:
 
 
 class _ForwardingConsumer:
-    """A `ports.Consumer` that forwards everything to the parent, which looks for stop strings."""
+    """A `ports.Consumer` that forwards everything to the parent, which looks for stop strings.
+
+    Messages to a parent that has closed the connection are dropped: this process ends with the connection.
+    """
 
     def __init__(self, request: Request, wire: Wire) -> None:
         self.request, self._wire = request, wire
@@ -79,19 +83,23 @@ class _ForwardingConsumer:
     def watch(self, stats: RequestStats) -> None:
         """Forward the start of the request."""
         self._stats = stats
-        self._wire.send(Began(self.request.request_id))
+        self._send(Began(self.request.request_id))
 
     def push(self, emit: Emit) -> None:
         """Forward committed tokens."""
-        self._wire.send(Committed(emit.request_id, emit.token_ids, emit.sources, emit.logprobs, self._stats, emit.hit))
+        self._send(Committed(emit.request_id, emit.token_ids, emit.sources, emit.logprobs, self._stats, emit.hit))
 
     def finish(self, reason: FinishReason, stats: RequestStats) -> None:
         """Forward the end of the request."""
-        self._wire.send(Ended(self.request.request_id, reason, stats))
+        self._send(Ended(self.request.request_id, reason, stats))
 
     def fail(self, error: BaseException) -> None:
         """Forward the failure of the request."""
-        self._wire.send(RequestFailed(self.request.request_id, Failed.of(error)))
+        self._send(RequestFailed(self.request.request_id, Failed.of(error)))
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._wire.send(message)
 
 
 def _hide_progress_bars() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,13 @@ from langchain_core.messages import AIMessageChunk
 
 from langchain_card import CARDChatModel
 from langchain_card.config import EngineConfig, Limits
-from langchain_card.core.request import FinishReason, Request, SamplingParams
+from langchain_card.core.messages import Emit
+from langchain_card.core.request import FinishReason, Request, RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.engine.isolated.main import _ForwardingConsumer
+from langchain_card.engine.isolated.messages import FROM_ENGINE, TO_ENGINE, Began
 from langchain_card.engine.isolated.supervisor import Supervisor
+from langchain_card.engine.transports.frames import Wire
 from langchain_card.errors import EngineClosedError, EngineError, ModelStoreError, UnsupportedModelError
 from tests.support import tiny
 from tests.support.isolated import Waiting, process_of
@@ -185,6 +190,20 @@ def test_closing_leaves_nothing(pair: EngineConfig) -> None:
 
 
 @pytest.mark.slow
+def test_a_closed_connection_is_no_failure() -> None:
+    """Tokens and failures on their way to a parent that is gone do not raise in the thread of the target."""
+    ours, theirs = socket.socketpair()
+    wire = Wire(theirs, sends=FROM_ENGINE, takes=TO_ENGINE)
+    ours.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        wire.send(Began(0))
+    consumer = _ForwardingConsumer(Request(0, (1,), SamplingParams(), ()), wire)
+    consumer.watch(RequestStats())
+    consumer.push(Emit(0, (1,)))
+    consumer.fail(EngineClosedError("engine", "closed", "the engine was closed"))
+    wire.close()
+
+
 def test_draining_ends_what_is_open(pair: EngineConfig, wanted: list[tuple[int, ...]]) -> None:
     with Engine(isolated(pair)) as engine:
         generations = [engine.submit(*asked) for asked in ASKED]
