@@ -25,7 +25,8 @@ class Scope:
         widths: draft steps granted with a correction.
         eos: token that ends a text; -1 for none.
         begun: tokens of each answer that come with its request.
-        unpaced: True if the last drafter is not paced, so that it works in every round, as prompt lookup does.
+        last_paced: False if the last drafter is not paced, so that it works in every round, as prompt lookup does.
+        last_from_model: False if the last drafter's scores are not a model's.
         may_fail: True if faults may end a request with an error.
         one_reader: True if a paused consumer resumes only when all other requests are paused or ended.
         faults: number of times each fault may occur: "kill", "kill target", "out of memory", "target out of memory",
@@ -47,7 +48,8 @@ class Scope:
     widths: tuple[int, ...] = (1,)
     eos: int = -1
     begun: int = 0
-    unpaced: bool = False
+    last_paced: bool = True
+    last_from_model: bool = True
     may_fail: bool = False
     one_reader: bool = False
     faults: Mapping[str, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@ invariants. A chooser of `explorer.py` selects the actions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from langchain_card.core import messages as m
@@ -36,8 +37,8 @@ class World:
         self.model = ToyModel(scope.vocab_size, scope.top, seed=scope.seed)
         names = [f"draft{i}" for i in range(1, scope.drafters + 1)]
         self.numbers = {name: i for i, name in enumerate(names, 1)}
-        models = [not scope.unpaced or name != names[-1] for name in names]
-        traits = [DrafterTraits(name, paced=model, from_model=model) for name, model in zip(names, models, strict=True)]
+        traits = [DrafterTraits(name, paced=True, from_model=True) for name in names]
+        traits[-1] = replace(traits[-1], paced=scope.last_paced, from_model=scope.last_from_model)
         self.core = Coordinator(traits, scope.limits, FixedPolicy(scope.widths))
         self.target: ToyTarget | None = ToyTarget(self.model)
         self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
