@@ -220,7 +220,7 @@ def test_the_queue_is_bounded(pair: tuple[str, str]) -> None:
 
 @pytest.mark.slow
 def test_the_engine_imports_with_torch_and_transformers_alone() -> None:
-    """A bare GPU machine has neither LangChain nor pydantic nor msgspec nor rich, gguf or numba."""
+    """One process with its own threads needs neither LangChain nor pydantic, msgspec, rich, gguf or numba."""
     code = (
         "import sys\n"
         "for name in ('langchain_core', 'pydantic', 'msgspec', 'rich', 'gguf', 'numba'): sys.modules[name] = None\n"
