@@ -49,6 +49,7 @@ def test_what_is_heavy_is_seen() -> None:
     assert "numba" in fresh("import langchain_card.runtime.cpu.compiled")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "base", "limit"), [(PACKAGE, CORE, 0.5), (CLASS, MODELS, 1.0)])
 def test_imports_are_quick(code: str, base: str, limit: float, say: Callable[[str], None]) -> None:
     fresh(code)  # compiles what is not compiled yet

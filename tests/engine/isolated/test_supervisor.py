@@ -148,6 +148,7 @@ def test_a_process_that_hangs_is_ended(pair: EngineConfig, wanted: list[tuple[in
         assert gone(process.pid)
 
 
+@pytest.mark.slow
 def test_one_that_always_dies_is_given_up(pair: EngineConfig) -> None:
     with Engine(isolated(pair, max_deaths=1)) as engine:
         for _ in range(2):
@@ -189,7 +190,6 @@ def test_closing_leaves_nothing(pair: EngineConfig) -> None:
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.slow
 def test_a_closed_connection_is_no_failure() -> None:
     """Tokens and failures on their way to a parent that is gone do not raise in the thread of the target."""
     ours, theirs = socket.socketpair()
@@ -204,6 +204,7 @@ def test_a_closed_connection_is_no_failure() -> None:
     wire.close()
 
 
+@pytest.mark.slow
 def test_draining_ends_what_is_open(pair: EngineConfig, wanted: list[tuple[int, ...]]) -> None:
     with Engine(isolated(pair)) as engine:
         generations = [engine.submit(*asked) for asked in ASKED]
