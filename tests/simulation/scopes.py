@@ -20,15 +20,8 @@ EXHAUSTIVE = [
     Scope("the target dies and comes back", max_tokens=4, faults={"kill target": 2}, limits=PATIENT),
     Scope("answers that were begun elsewhere", requests=2, max_tokens=4, begun=2, faults={"kill": 1}, limits=SMALL),
     Scope("end of text", requests=2, max_tokens=3, eos=0, limits=SMALL, last_paced=False, last_from_model=False),
-    Scope("scores of a model at no cost", drafters=2, max_tokens=2, last_paced=False, faults={"kill": 1}, limits=SMALL),
-    Scope(
-        "steps that cost, scores of no model",
-        drafters=2,
-        max_tokens=2,
-        last_from_model=False,
-        faults={"kill": 1},
-        limits=SMALL,
-    ),
+    Scope("scores of a model at no cost", drafters=2, max_tokens=2, last_paced=False, limits=SMALL),
+    Scope("steps that cost, scores of no model", drafters=2, max_tokens=2, last_from_model=False, limits=SMALL),
     Scope("a stop string", max_tokens=4, faults={"stop": 1, "kill": 1}, limits=SMALL),
     Scope("a consumer leaves", requests=2, max_tokens=2, faults={"abort": 1}, limits=SMALL),
     Scope("long texts", requests=2, max_tokens=2, faults={"read on": 2}, limits=SMALL),
@@ -85,6 +78,12 @@ LARGE = (
 )
 """Names of the exhaustive worlds that have more than 12,000 states: two minutes together."""
 
+
+def named(name: str) -> Scope:
+    """Return the exhaustive world of this name."""
+    return next(scope for scope in EXHAUSTIVE if scope.name == name)
+
+
 BIG = [
     Scope("two requests, longer", requests=2, max_tokens=4, limits=SMALL),
     Scope("two drafters, one dies", drafters=2, max_tokens=3, faults={"kill": 1}, limits=SMALL),
@@ -94,17 +93,16 @@ BIG = [
     ),
     Scope("all at once", max_tokens=4, faults={"kill": 1, "kill target": 1, "lose": 1, "abort": 1}, limits=SMALL),
     Scope("two requests, messages lost", requests=2, max_tokens=2, faults={"lose": 1, "repeat": 1}, limits=SMALL),
+    *(
+        replace(named(name), name=f"{name}, one dies", max_tokens=3, faults={"kill": 1})
+        for name in ("scores of a model at no cost", "steps that cost, scores of no model")
+    ),
 ]
 
 LONG = [
     *(replace(scope, name=f"{scope.name}, text {seed}", seed=seed) for scope in EXHAUSTIVE for seed in (1, 2)),
     *(replace(scope, name=f"{scope.name}, text {seed}", seed=seed) for scope in BIG for seed in (0, 1, 2)),
 ]
-
-
-def named(name: str) -> Scope:
-    """Return the exhaustive world of this name."""
-    return next(scope for scope in EXHAUSTIVE if scope.name == name)
 
 
 def long_text(seed: int, *, schedule: str = "parallel") -> Scope:
