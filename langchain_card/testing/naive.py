@@ -31,14 +31,28 @@ class PlainAnswer:
     """An answer of the plain loop.
 
     Attributes:
+        prompt_ids: tokens before it.
+        params: how its tokens were chosen.
         token_ids: its tokens.
-        gaps: for each token, the gap between the two best processed scores, divided by the range of the logits.
         logits: for each token, [vocabulary].
     """
 
+    prompt_ids: Sequence[int]
+    params: SamplingParams
     token_ids: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+
+    def is_near_tie(self, place: int, token_id: int, share: float) -> bool:
+        """Return whether `token_id` were chosen at `place` if its logit and the chosen one's were closer by a `share`.
+
+        The share is one of the range of the logits. This covers ties of two scores, and tokens at the border of top-k,
+        top-p or min-p.
+        """
+        logits = self.logits[place].double().clone()
+        shift = share * (logits.max() - logits.min()) / 2
+        logits[token_id] += shift
+        logits[self.token_ids[place]] -= shift
+        return _choose(logits, self.prompt_ids, self.token_ids[:place], self.params) == token_id
 
 
 def load(folder: str, dtype: torch.dtype) -> Any:
@@ -94,15 +108,17 @@ def generate(
     forward: Forward, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int] = ()
 ) -> PlainAnswer:
     """Write one answer, token by token."""
-    answer = PlainAnswer()
+    answer = PlainAnswer(prompt_ids, params)
     while len(answer.token_ids) < params.max_tokens and not set(answer.token_ids[-1:]) & set(eos_ids):
-        known = [*prompt_ids, *answer.token_ids]
-        logits = forward(known)
-        scores = process(logits, prompt_ids, answer.token_ids, params)
-        if params.temperature > 0:
-            scores = scores + gumbel_noise(params.seed, len(known), len(scores), scores.device)
-        best = scores.topk(2)
-        answer.gaps.append(((best.values[0] - best.values[1]) / (logits.max() - logits.min())).item())
-        answer.token_ids.append(int(best.indices[0]))
+        logits = forward([*prompt_ids, *answer.token_ids])
+        answer.token_ids.append(_choose(logits, prompt_ids, answer.token_ids, params))
         answer.logits.append(logits)
     return answer
+
+
+def _choose(logits: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> int:
+    """Return the token with the best processed score, after noise at a temperature above 0."""
+    scores = process(logits, prompt_ids, output_ids, params)
+    if params.temperature > 0:
+        scores = scores + gumbel_noise(params.seed, len(prompt_ids) + len(output_ids), len(scores), scores.device)
+    return int(scores.argmax())

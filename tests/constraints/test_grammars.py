@@ -67,7 +67,7 @@ def accepted(answers: Sequence[Completion]) -> Counter[str]:
 # Equal to a loop that has nothing of ours.
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_equal_to_the_naive_loop(tiny_pairs: Pairs, dtype: str) -> None:
     """Where the budget is large: nothing is closed early."""
     model, compared = naive.load(tiny_pairs["llama"][0], getattr(torch, dtype)), 0

@@ -62,7 +62,9 @@ def configured(models: Models, *stack: str, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("all_verified")
-@pytest.mark.parametrize("stack", [("ngram",), ("lower?block=3", "ngram?block=5"), ("lower", "lower")])
+@pytest.mark.parametrize(
+    "stack", [("ngram",), ("lower?block=3", "ngram?block=5"), pytest.param(("lower", "lower"), marks=pytest.mark.slow)]
+)
 def test_equal_to_the_naive_loop(models: Models, stack: tuple[str, ...]) -> None:
     config = configured(models, *(level.replace("lower", models["lower"]) for level in stack))
     prompt_ids, reference, figures = tiny.byte_tokenizer()(PROMPT).input_ids, Reference(config), Figures()

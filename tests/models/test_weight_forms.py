@@ -43,14 +43,14 @@ def agreement(config: EngineConfig, model: torch.nn.Module) -> float:
         wanted = naive.generate(naive.reading(model), PROMPT, params, engine.eos_ids)
         got = engine.submit(PROMPT, params).result().token_ids
     for place, (ours, theirs) in enumerate(zip(got, wanted.token_ids)):  # noqa: B905
-        if ours != theirs and wanted.gaps[place] > 0.02:  # 16 bits: more than rounding
+        if ours != theirs and not wanted.is_near_tie(place, ours, 0.02):  # 16 bits: more than rounding
             return place / len(got)
         if ours != theirs:
             break
     return 1.0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_sixteen_bits_on_a_cpu(family: str, dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
