@@ -42,18 +42,6 @@ class PlainAnswer:
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
 
-    def is_near_tie(self, place: int, token_id: int, share: float) -> bool:
-        """Return whether `token_id` were chosen at `place` if its logit and the chosen one's were closer by a `share`.
-
-        The share is one of the range of the logits. This covers ties of two scores, and tokens at the border of top-k,
-        top-p or min-p.
-        """
-        logits = self.logits[place].double().clone()
-        shift = share * (logits.max() - logits.min()) / 2
-        logits[token_id] += shift
-        logits[self.token_ids[place]] -= shift
-        return _choose(logits, self.prompt_ids, self.token_ids[:place], self.params) == token_id
-
 
 def load(folder: str, dtype: torch.dtype) -> Any:
     """Load a model of transformers, unchanged."""
@@ -111,12 +99,12 @@ def generate(
     answer = PlainAnswer(prompt_ids, params)
     while len(answer.token_ids) < params.max_tokens and not set(answer.token_ids[-1:]) & set(eos_ids):
         logits = forward([*prompt_ids, *answer.token_ids])
-        answer.token_ids.append(_choose(logits, prompt_ids, answer.token_ids, params))
+        answer.token_ids.append(choose(logits, prompt_ids, answer.token_ids, params))
         answer.logits.append(logits)
     return answer
 
 
-def _choose(logits: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> int:
+def choose(logits: Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> int:
     """Return the token with the best processed score, after noise at a temperature above 0."""
     scores = process(logits, prompt_ids, output_ids, params)
     if params.temperature > 0:

@@ -43,7 +43,7 @@ def agreement(config: EngineConfig, model: torch.nn.Module) -> float:
         wanted = naive.generate(naive.reading(model), PROMPT, params, engine.eos_ids)
         got = engine.submit(PROMPT, params).result().token_ids
     for place, (ours, theirs) in enumerate(zip(got, wanted.token_ids)):  # noqa: B905
-        if ours != theirs and not wanted.is_near_tie(place, ours, 0.02):  # 16 bits: more than rounding
+        if ours != theirs and not naive.is_near_tie(wanted, place, ours, 0.02):  # 16 bits: more than rounding
             return place / len(got)
         if ours != theirs:
             break

@@ -51,7 +51,7 @@ class Figures:
         if first is None:
             return
         both = first < min(len(got), len(wanted.token_ids))
-        if tie and both and wanted.is_near_tie(first, got[first], tie):
+        if tie and both and naive.is_near_tie(wanted, first, got[first], tie):
             self.near_ties += 1
         else:
             self.different += 1

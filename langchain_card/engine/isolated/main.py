@@ -71,10 +71,7 @@ def _handle(message: Any, engine: Engine, wire: Wire) -> None:
 
 
 class _ForwardingConsumer:
-    """A `ports.Consumer` that forwards everything to the parent, which looks for stop strings.
-
-    Messages to a parent that has closed the connection are dropped: this process ends with the connection.
-    """
+    """A `ports.Consumer` that forwards everything to the parent, unless the parent is gone."""
 
     def __init__(self, request: Request, wire: Wire) -> None:
         self.request, self._wire = request, wire

@@ -46,10 +46,6 @@ class IntegerLinear(nn.Module):
         scale = torch.from_numpy(scales[:count, 0])
         return IntegerLinear(torch.from_numpy(weight[:count]), scale, None if self.bias is None else self.bias[:count])
 
-    def extra_repr(self) -> str:
-        """Return the shape and whether there is a bias, in the form of torch's own linear layer."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 class IntegerPart(nn.Module):
     """One of several layers that read the same input; the first call computes all of them in one kernel.
