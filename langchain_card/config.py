@@ -16,6 +16,7 @@ DraftTransport = Literal["auto", "thread", "process"]
 Exactness = Literal["default", "strict"]
 Execution = Literal["auto", "eager", "graphs", "compiled"]
 Dtype = Literal["auto", "float32", "float64", "float16", "bfloat16"]
+KVDtype = Literal["auto", "float", "int8"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
@@ -23,6 +24,7 @@ DRAFT_TRANSPORTS: tuple[str, ...] = get_args(DraftTransport)
 EXACTNESS: tuple[str, ...] = get_args(Exactness)
 EXECUTIONS: tuple[str, ...] = get_args(Execution)
 DTYPES: tuple[str, ...] = get_args(Dtype)
+KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 NGRAM = "ngram"
 MAX_BLOCK = 32
 MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
@@ -168,7 +170,9 @@ class EngineConfig:
         draft_transport: where the draft model runs: on a `"thread"` of this process, or in a `"process"` of its own,
             which alone loads its weights; `"auto"` is a process if each model has a CUDA device of its own. With
             `"process"`, plug-in drafters whose steps cost device time run in processes, too.
-        dtype: number format of weights and KV cache; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
+        dtype: number format of weights and activations; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
+        kv_dtype: number format of keys and values: `"int8"` (CPU), which makes long texts several times faster;
+            `"float"` for that of the activations, at least float32 on a CPU; `"auto"` for int8 with int8 weights.
         quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 with built-in models on a CPU,
             None for none; or a transformers quantization config as a JSON object, such as
             `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are already quantized
@@ -188,6 +192,8 @@ class EngineConfig:
         stack: drafters below the draft model, from the top, each queried by the one above it: names of models; the last
             may be a drafter that needs none, such as `"ngram"`. With `"ngram?block=12"` the one above requests twelve
             candidates at a time. `langchain-card plan` measures which stack pays.
+        draft_context: tokens at the end of a text that draft models read, at least, and up to half as many more; None
+            for all. A long text is then read quickly, and the answer is the same.
         exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
             `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
             same engine bit for bit; candidates are then chains. `"default"`: see docs/concepts/exactness.md.
@@ -205,6 +211,7 @@ class EngineConfig:
     draft_device: str = "auto"
     draft_transport: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     quantization: str | None = "auto"
     exact: str = "default"
     execution: str = "auto"
@@ -213,6 +220,7 @@ class EngineConfig:
     acceptance: str = "exact"
     steering: str | None = None
     stack: tuple[str, ...] = ()
+    draft_context: int | None = 2048
     max_model_len: int | None = None
     limits: Limits = field(default_factory=Limits)
     pins: Pins = field(default_factory=Pins)
@@ -220,12 +228,15 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice("draft_transport", self.draft_transport, DRAFT_TRANSPORTS)
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         check_choice("exact", self.exact, EXACTNESS)
         check_choice("execution", self.execution, EXECUTIONS)
         if self.quantization is not None:
             check_quantization(self.quantization)
         if self.max_model_len is not None:
             check_range("max_model_len", self.max_model_len, 16, 10_000_000)
+        if self.draft_context is not None:
+            check_range("draft_context", self.draft_context, 16, 10_000_000, "None for all of a text")
         for name in ("drafters", "stack"):
             if isinstance(value := getattr(self, name), str):
                 raise InvalidInputError(name, value, "must be a tuple of names", f"write {name}=({value!r},)")

@@ -137,7 +137,8 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Fields that an answer depends on. Drafts, devices, schedule and bounds change only its speed."""
-        names = ["model", "dtype", "quantization", "exact", "max_model_len", "output_version", "acceptance", "steering"]
+        names = ["model", "dtype", "kv_dtype", "quantization", "exact", "max_model_len", "output_version"]
+        names += ["acceptance", "steering"]
         if self._engine_config().lossy:  # drafts then change the answer
             names += ["draft_model", "drafters", "stack", "pins", "limits"]
         sampling = (name for name in SamplingOptions.model_fields if name not in self._speed_only)

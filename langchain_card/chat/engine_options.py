@@ -16,6 +16,7 @@ from langchain_card.config import (
     EngineConfig,
     Exactness,
     Execution,
+    KVDtype,
     Limits,
     Pins,
     default_draft_model,
@@ -57,6 +58,7 @@ class EngineOptions(BaseModel):
     draft_device: str = _setting("draft_device")
     draft_transport: DraftTransport = _setting("draft_transport")
     dtype: Dtype = _setting("dtype")
+    kv_dtype: KVDtype = _setting("kv_dtype")
     quantization: str | None = _setting("quantization")
     exact: Exactness = _setting("exact")
     execution: Execution = _setting("execution")
@@ -65,6 +67,7 @@ class EngineOptions(BaseModel):
     acceptance: str = _setting("acceptance")
     steering: str | None = _setting("steering")
     stack: tuple[str, ...] = _setting("stack")
+    draft_context: int | None = _setting("draft_context")
     max_model_len: int | None = _setting("max_model_len")
     pins: Pins = _setting("pins", "Or a dict.")
     limits: Limits = _setting("limits", "Or a dict.")

@@ -16,6 +16,21 @@ from langchain_card.core.costs import ROW_COST, SIZE_DECAY, Calibration, CostMod
 from langchain_card.core.frontier import Frontier
 from langchain_card.core.policy import DraftGrant, Load
 
+ANSWER_PRIOR = 128.0
+"""Tokens of an answer, before any was measured."""
+
+FIRST_READ = 64
+"""Tokens of a text that a draft reads at a time before its speed was measured."""
+
+READ_STEPS = 1.5
+"""Longest time that a draft reads at a time, in plain steps: so much later the next token comes."""
+
+SAVED_PRIOR = 0.3
+"""Share of a token's time that a draft is expected to save before that was measured, and when it is measured again."""
+
+LENGTH_CLASS = 2048
+"""Texts below this length, below twice that, below four times that, ... have costs of their own."""
+
 NARROW_STEPS = 2
 """Draft steps after a miss that expand one node only."""
 
@@ -52,7 +67,8 @@ class Controller:
     overlaps: bool = False
 
     def __post_init__(self) -> None:
-        self.costs: dict[tuple[Schedule, int], CostModel] = {}
+        self.costs: dict[tuple[Schedule, int, int], CostModel] = {}
+        self.answers = Mean(prior=ANSWER_PRIOR, weight=2)
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.first_hits = Mean(prior=0.8, weight=5, decay=SIZE_DECAY)
@@ -127,6 +143,26 @@ class Controller:
         steps = math.ceil(self.limits.max_lead / self.layers.value) if parallel else 1
         return DraftGrant((1,) * narrow + (width,) * (steps - narrow), min_chance)
 
+    def reading(self, load: Load, unread: int, written: int, left: int) -> int:
+        """Let a draft with a device of its own read at once; else as much as the next token can wait for, if it pays.
+
+        The answer is expected to become as long as answers usually are, and beyond that twice as long as it is.
+        """
+        if not self.shared_device or self.pins.lead is not None:
+            return self.limits.max_step_rows
+        costs = self.costs_of(load)
+        plain, price = costs.target.at(load.num_seqs), costs.reading.value
+        if not written or not unread or not plain:
+            return 0
+        if not price:
+            return FIRST_READ
+        saved = SAVED_PRIOR * plain / load.num_seqs
+        if costs.known and not costs.draft_probe.due:
+            saved = plain / load.num_seqs - self.seconds_a_token(load.schedule, load.num_seqs)
+        expected = min(left, max(self.answers.value - written, written))
+        pays = expected * saved * load.num_seqs > unread * price
+        return max(1, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0
+
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
         """Weigh a draft step by measured times and hits.
 
@@ -197,6 +233,17 @@ class Controller:
         costs.draft_probe.seen()
         self.layers.add(layers)
 
+    def observe_reading(self, load: Load, tokens: int, elapsed: float) -> None:
+        """Learn the time in which a draft reads a token. The first time is left out: the draft may have been cold."""
+        costs = self.costs_of(load)
+        if costs.has_read:
+            costs.reading.add(elapsed / tokens)
+        costs.has_read = True
+
+    def observe_answer(self, tokens: int) -> None:
+        """Learn how long answers are."""
+        self.answers.add(tokens)
+
     def observe_candidate(self, source: str, stated_logp: float, *, taken: bool, unlisted: bool) -> None:
         """Learn how often this drafter's stated chances come true."""
         (self._unlisted if unlisted else self._listed)[source].learn(stated_logp, taken=taken)
@@ -219,11 +266,11 @@ class Controller:
 
     def _new_costs(self, load: Load) -> CostModel:
         """Make the cost model of a new load, with the step times of the load that is most like it."""
-        size = _key(load)[1]
+        _, size, length = _key(load)
         alike = [key for key, costs in self.costs.items() if key[0] == load.schedule and costs.known]
-        nearest = min(alike, key=lambda key: abs(key[1] - size), default=None)
+        nearest = min(alike, key=lambda key: (abs(key[1] - size), abs(key[2] - length)), default=None)
         return CostModel(load.num_seqs, None if nearest is None else self.costs[nearest])
 
 
-def _key(load: Load) -> tuple[Schedule, int]:
-    return load.schedule, load.num_seqs.bit_length()
+def _key(load: Load) -> tuple[Schedule, int, int]:
+    return load.schedule, load.num_seqs.bit_length(), (load.positions // LENGTH_CLASS).bit_length()

@@ -41,6 +41,7 @@ class DrafterState:
         applied_len: output tokens that the drafter is known to have applied.
         granted: steps granted and not yet answered.
         exhausted: whether its last step added nothing; it gets no more steps before the next correction.
+        unread: tokens of the text that it has to read before it drafts, as it last reported.
     """
 
     incarnation: int = 0
@@ -52,6 +53,7 @@ class DrafterState:
     applied_len: int = 0
     granted: int = 0
     exhausted: bool = False
+    unread: int = 0
 
     def copy(self) -> DrafterState:
         """Return an independent copy."""

@@ -38,6 +38,7 @@ class Proposal:
         forwarded, together: nodes that the step expanded, for this request and for all; 0 without device time.
         layers: how many of these nodes hang below each other, at most.
         elapsed, reading: seconds of the step (this request's share of it), and of reading the text before it.
+        read, unread: tokens of the text that the step has read, and that are left; until none are, nothing is proposed.
         incarnation: number of the `Begin` in force; the worker fills it in.
     """
 
@@ -56,6 +57,8 @@ class Proposal:
     layers: int = 1
     elapsed: float = 0.0
     reading: float = 0.0
+    read: int = 0
+    unread: int = 0
     incarnation: int = 0
 
 
@@ -70,6 +73,7 @@ class Window:
         parents: [rows]; row index of the parent, `ROOT` for the first.
         kept_rows: rows of the previous window that were committed, in order.
         schedule: the request's schedule in force.
+        drafting: whether a drafter whose steps cost device time works meanwhile.
         sources: [candidates] the drafter that proposed each one first.
     """
 
@@ -80,6 +84,7 @@ class Window:
     parents: tuple[int, ...]
     kept_rows: tuple[int, ...] = ()
     schedule: Schedule = "plain"
+    drafting: bool = False
     sources: tuple[str, ...] = ()
 
 
@@ -254,12 +259,14 @@ class Grow:
     Attributes:
         widths: [steps] nodes that each step may expand.
         min_chance: nodes that the target reaches with a smaller chance are not expanded.
+        read: tokens of the text that each step may read before it drafts.
     """
 
     worker: str
     request_id: int
     widths: tuple[int, ...]
     min_chance: float = 0.0
+    read: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,17 @@ from langchain_card.core.frontier import Frontier
 
 
 class Load(NamedTuple):
-    """The work that runs at once. Costs are learned separately for each load."""
+    """The work that runs at once. Costs are learned separately for each load.
+
+    Attributes:
+        schedule: of all requests.
+        num_seqs: requests that run.
+        positions: length of the longest text, its answer included.
+    """
 
     schedule: Schedule
     num_seqs: int = 1
+    positions: int = 0
 
 
 class DraftGrant(NamedTuple):
@@ -25,10 +32,12 @@ class DraftGrant(NamedTuple):
     Attributes:
         widths: [steps] nodes that each step expands at most.
         min_chance: nodes that the target reaches with a smaller chance are not expanded.
+        read: tokens of the text that each step may read before it drafts.
     """
 
     widths: tuple[int, ...] = ()
     min_chance: float = 0.0
+    read: int = 0
 
 
 class Policy(Protocol):
@@ -48,6 +57,16 @@ class Policy(Protocol):
         Args:
             load: the load that runs.
             hit: whether the last committed token was in the cache.
+        """
+
+    def reading(self, load: Load, unread: int, written: int, left: int) -> int:
+        """Return how many tokens of a text a draft step may read; 0 if the draft would not earn the time back.
+
+        Args:
+            load: the load that runs.
+            unread: tokens that the draft has to read before it drafts, as far as it has reported them.
+            written: tokens of the answer so far.
+            left: tokens that the answer may still have.
         """
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
@@ -84,6 +103,12 @@ class Policy(Protocol):
 
         `elapsed` is the request's share of a step that expanded `together` nodes of all requests.
         """
+
+    def observe_reading(self, load: Load, tokens: int, elapsed: float) -> None:
+        """Learn from text that a draft has read."""
+
+    def observe_answer(self, tokens: int) -> None:
+        """Learn from the length of an answer that has ended."""
 
     def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
         """Return the log chance to use in place of the one that a drafter states, and the one to use while unlisted.

@@ -43,14 +43,20 @@ class Intake:
         if any(other.source == proposal.source and other.epoch != proposal.epoch for other in state.pending):
             self.absorb(state)  # while its numbers still hold
         admitted = drafter.admit(proposal, state.tree, self.vocab_size)
+        if self.is_current(drafter, proposal):
+            drafter.unread = proposal.unread
         if self.is_current(drafter, proposal) and proposal.applied_len == len(state.output_ids):
             # Else it answers a grant that a correction has taken back.
             drafter.granted = max(0, drafter.granted - admitted)
-            drafter.exhausted = not admitted or not proposal.token_ids
-            if state.schedule == "parallel":
+            parallel = state.schedule == "parallel"
+            reads_on = proposal.unread > 0 and parallel == (proposal.read > 0)  # else one step of reading a round
+            drafter.exhausted = not admitted or not (proposal.token_ids or reads_on)
+            if parallel:
                 state.wait_until = None  # the draft moves: whether to wait on is a new question
         if proposal.reading:
             self.passes.interrupt()
+        if admitted and proposal.read:
+            self.policy.observe_reading(load, proposal.read, proposal.reading)
         if admitted and proposal.forwarded and self.drafters[proposal.source].paced:
             since = max(0.0, now - state.stats.first_token) if state.output_ids else 0.0
             state.stats.add_draft_step(proposal.forwarded, min(proposal.elapsed, since))

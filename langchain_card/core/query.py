@@ -54,7 +54,7 @@ class Query:
     def draft_first(self, state: RequestState, load: Load, now: float) -> list[m.Effect]:
         """Set `wait_until` if the round shall wait for its draft, and grant steps where none are under way."""
         paced = [name for name in state.drafters if self.drafters[name].paced]
-        at_work = any(state.drafters[name].granted and not state.drafters[name].exhausted for name in paced)
+        at_work = self._drafts(state)
         if not state.output_ids:
             return []  # the first token never waits
         if state.schedule == "parallel":
@@ -66,8 +66,11 @@ class Query:
             return []
         if at_work:
             return []
-        grant = self.policy.grant(load, hit=True)
-        effects: list[m.Effect] = [grow(state, name, grant) for name in paced if self._pays(state, name, load)]
+        grant, effects = self.policy.grant(load, hit=True), list[m.Effect]()
+        for name in paced:
+            read = self._reading(state, name, load)
+            if read if state.drafters[name].unread else self._pays(state, name, load):
+                effects.append(grow(state, name, grant._replace(read=read)))
         state.wait(now, now + self.policy.patience(load) if effects else None)
         return effects
 
@@ -80,7 +83,14 @@ class Query:
         else:
             return DraftGrant()
         room = max(0, self.limits.max_lead - state.drafters[name].lead(state.tree))
-        return grant._replace(widths=grant.widths[:room])
+        return grant._replace(widths=grant.widths[:room], read=self._reading(state, name, load))
+
+    def _reading(self, state: RequestState, name: str, load: Load) -> int:
+        """Return how many tokens of the text a step of a drafter may read; 0 once it has read in this round."""
+        drafter = state.drafters[name]
+        if drafter.exhausted or not self.drafters[name].paced:
+            return 0
+        return self.policy.reading(load, drafter.unread, len(state.output_ids), state.tokens_left)
 
     def open_windows(
         self, states: Sequence[RequestState], loads: Sequence[Load], step_id: int, now: float
@@ -119,13 +129,21 @@ class Query:
             parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
             kept_rows=state.kept_rows,
             schedule=state.schedule,
+            drafting=state.schedule == "parallel" and self._drafts(state),
             sources=tuple(state.tree.sources[node] for node in candidates),
         )
+
+    def _drafts(self, state: RequestState) -> bool:
+        """Return whether a drafter whose steps cost device time is at work for a request."""
+        paced = (drafter for name, drafter in state.drafters.items() if self.drafters[name].paced)
+        return any(drafter.granted and not drafter.exhausted for drafter in paced)
 
     def _pays(self, state: RequestState, name: str, load: Load) -> bool:
         drafter, budget = state.drafters[name], self._budget(state)
         lead = drafter.lead(state.tree)
-        if drafter.exhausted or not budget or lead >= min(self.limits.max_lead, state.tokens_left - 1):
+        if drafter.exhausted or drafter.unread or not budget:
+            return False
+        if lead >= min(self.limits.max_lead, state.tokens_left - 1):
             return False
         grant = self.policy.grant(load, hit=True)
         width, least = grant.widths[-1], grant.min_chance
@@ -140,4 +158,4 @@ class Query:
 def grow(state: RequestState, name: str, grant: DraftGrant) -> m.Grow:
     """Grant draft steps to a drafter."""
     state.drafters[name].granted += len(grant.widths)
-    return m.Grow(name, state.request.request_id, grant.widths, grant.min_chance)
+    return m.Grow(name, state.request.request_id, grant.widths, grant.min_chance, grant.read)

@@ -74,7 +74,7 @@ class Scheduler:
 
     def load(self, state: RequestState) -> Load:
         """Return the load under which decisions for this request are made."""
-        return Load(state.schedule, len(self.running))
+        return Load(state.schedule, len(self.running), max(other.length for other in self.running.values()))
 
     def unpause(self) -> None:
         """Let every request go on, even if its consumer does not read."""

@@ -60,6 +60,11 @@ class RequestState:
         return state
 
     @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
     def tokens_left(self) -> int:
         """Tokens that the answer may still have."""
         return self.request.params.max_tokens - len(self.output_ids)

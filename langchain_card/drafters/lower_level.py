@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 512
 """Candidates of a lower drafter that are kept for one request for guesses."""
 
+MAX_READ = 256
+"""Tokens of a text that a lower drafter reads at a time: the upper one waits for it."""
+
 Guess: TypeAlias = tuple[int, int]
 """The row of the guess's parent in a `DraftStep`, and its token."""
 
@@ -129,7 +132,10 @@ class LowerLevel:
         for _ in range(self._steps):
             if not unfinished:
                 break
-            budgets = [Budget(each.wanted.request_id, ahead=each.wanted.ahead, whole=True) for each in unfinished]
+            budgets = [
+                Budget(each.wanted.request_id, ahead=each.wanted.ahead, whole=True, read=MAX_READ)
+                for each in unfinished
+            ]
             proposals = self.drafter.step(budgets)
             unfinished = [each for each in unfinished if each.receive(proposals, self._vocab_size)]
 

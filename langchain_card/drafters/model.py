@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -83,11 +83,13 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Part:
-    """A request's part of a step, and the seconds of reading before it."""
+    """A request's part of a step, and the reading before it: its seconds, tokens read, and tokens left."""
 
     sequence: _Sequence
     step: DraftStep
-    reading: float
+    reading: float = 0.0
+    read: int = 0
+    unread: int = 0
 
 
 class ModelDrafter:
@@ -96,6 +98,7 @@ class ModelDrafter:
     Args:
         runner: the draft model's.
         vocab_size: ids at and above it are never proposed (heads may be padded beyond the target's).
+        context: tokens at the end of a text that are read, at least; None for all.
         num_children: children published per expanded node.
         constrain: opens a grammar at the start of an answer; without it, candidates may break the grammar.
         vocabulary: maps the vocabulary of a draft that does not share the target's. Only the model reads ids of the
@@ -114,13 +117,14 @@ class ModelDrafter:
         runner: ModelRunner,
         *,
         vocab_size: int,
+        context: int | None = None,
         num_children: int = NUM_CHILDREN,
         constrain: Callable[[str], Constraint] | None = None,
         vocabulary: VocabularyMap | None = None,
         lower: LowerLevel | None = None,
     ) -> None:
         self._runner, self._constrain, self._lower = runner, constrain, lower
-        self._vocab_size, self._vocabulary = vocab_size, vocabulary
+        self._vocab_size, self._vocabulary, self._context = vocab_size, vocabulary, context
         self._num_children = num_children
         self._sequences: dict[int, _Sequence] = {}
         self._ranks: dict[float, RankChances] = {}
@@ -135,7 +139,7 @@ class ModelDrafter:
         sampler = Sampler(request.params, request.prompt_ids, guide)
         sampler.commit(output_ids)
         ranks = self._ranks_at(request.params.temperature)
-        text = self._read([*request.prompt_ids, *output_ids])
+        text = self._end([*request.prompt_ids, *output_ids])
         opened = _Sequence(request.request_id, request.params.tenant, tree, text, None, sampler, ranks)
         self._sequences[request.request_id] = opened
         if self._lower is not None:
@@ -169,10 +173,12 @@ class ModelDrafter:
         if working:
             self._expand(working, self._forward(working))
         elapsed, together = time.perf_counter() - started - reading, sum(part.step.expanded for part in parts)
-        return [
-            part.step.publish(self.name, together, max(0.0, elapsed), part.reading + reading / len(parts))
-            for part in parts
-        ]
+        proposals = []
+        for part in parts:
+            seconds = part.reading + reading / len(parts)
+            proposal = part.step.publish(self.name, together, max(0.0, elapsed), seconds)
+            proposals.append(replace(proposal, read=part.read, unread=part.unread))
+        return proposals
 
     def end(self, request_id: int) -> None:
         """Free the sequence."""
@@ -190,18 +196,22 @@ class ModelDrafter:
             self._lower.close()
 
     def _plan(self, budget: Budget, sequence: _Sequence) -> _Part:
-        """Plan a request's part of a step; a text that is much longer than a step is read at once."""
-        tree, reading = sequence.tree, 0.0
+        """Plan a request's part of a step; of a text that is much longer than a step, read what the budget allows."""
+        tree = sequence.tree
         if len(sequence.text) + self._runner.num_scratch > self._runner.max_len:
-            return _Part(sequence, DraftStep(tree, budget), reading)  # the text is longer than the draft's context
+            return _Part(sequence, DraftStep(tree, budget))  # the text is longer than the draft's context
         if sequence.cache is None:
             sequence.cache = self._runner.open(sequence.text[:-1], sequence.tenant)
         cache, unread = sequence.cache, sequence.text[sequence.cache.length :]
+        reading, read = 0.0, 0
         if len(unread) > CATCH_UP_ROWS:
-            begun = time.perf_counter()
-            self._runner.prefill(cache, unread[:-1])
-            unread, reading = unread[-1:], time.perf_counter() - begun
-        return _Part(sequence, DraftStep.plan(tree, budget, unread, self._in_vocabulary), reading)
+            begun, read = time.perf_counter(), len(unread) - 1
+            read = read if budget.read is None else min(read, budget.read)
+            self._runner.prefill(cache, unread[:read])
+            unread, reading = unread[read:], time.perf_counter() - begun
+            if len(unread) > CATCH_UP_ROWS:
+                return _Part(sequence, DraftStep(tree, budget), reading, read, len(unread))
+        return _Part(sequence, DraftStep.plan(tree, budget, unread, self._in_vocabulary), reading, read)
 
     def _forward(self, parts: Sequence[_Part]) -> Tensor:
         """Run one pass over the rows of all parts; return their logits, in order."""
@@ -216,6 +226,13 @@ class ModelDrafter:
             rows.cache.keep(part.step.text_slots, part.step.text[: len(part.step.text_slots)])
         sizes = [len(part.step.token_paths) for part in parts]
         return torch.cat([rows[-size:] for rows, size in zip(logits, sizes, strict=True)])
+
+    def _end(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the end of a text that the model reads; texts that begin alike are cut at the same place."""
+        if self._context is None:
+            return self._read(token_ids)
+        step = max(1, self._context // 2)
+        return self._read(token_ids[max(0, len(token_ids) - self._context) // step * step :])
 
     def _read(self, token_ids: Sequence[int]) -> list[int]:
         """Translate tokens of the target into those that the draft reads."""

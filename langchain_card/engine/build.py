@@ -63,6 +63,7 @@ def start_driver(
         num_seqs=limits.num_seqs,
         execution=config.execution_on(pair.target.device.type),
         width=limits.max_window if strict else None,
+        integer_kv=pair.target.integer_kv,
     )
 
     def make_target() -> TargetWorker:

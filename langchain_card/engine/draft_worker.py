@@ -33,6 +33,7 @@ class DraftWorker:
         begun: the latest `Begin` of every open request, by id.
         granted: widths of the steps that may still be taken, by request id.
         min_chance: minimal chance of nodes that these steps expand, by request id.
+        read: tokens of the text that each of these steps may read, by request id.
         applied: number of output tokens that the drafter has received, by request id.
     """
 
@@ -51,6 +52,7 @@ class DraftWorker:
         self.begun: dict[int, Begin] = {}
         self.granted: dict[int, tuple[int, ...]] = {}
         self.min_chance: dict[int, float] = {}
+        self.read: dict[int, int] = {}
         self._unread: dict[int, int] = {}  # tokens that the first step of a request reads
         self.applied: dict[int, int] = {}
         self._watch = StepWatch(time.monotonic)
@@ -86,16 +88,17 @@ class DraftWorker:
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
                 self.granted[request_id] += widths
-                self.min_chance[request_id] = command.min_chance
+                self.min_chance[request_id], self.read[request_id] = command.min_chance, command.read
             case End(_, request_id) if request_id in self.begun:
                 del self.granted[request_id], self.begun[request_id], self.applied[request_id]
                 self._unread.pop(request_id, None)
                 self.min_chance.pop(request_id, None)
+                self.read.pop(request_id, None)
                 self.drafter.end(request_id)
 
     def _step(self, request_ids: Collection[int]) -> bool:
         budgets = [
-            Budget(request_id, widths[0], self.min_chance[request_id])
+            Budget(request_id, widths[0], self.min_chance[request_id], read=self.read[request_id])
             for request_id, widths in self.granted.items()
             if widths and request_id in request_ids
         ]
@@ -106,7 +109,7 @@ class DraftWorker:
         self._set_threads(self.begun[budgets[0].request_id].schedule)
         for proposal in self._proposals(budgets):
             request_id = proposal.request_id
-            if not proposal.token_ids:
+            if not proposal.token_ids and not proposal.read:
                 self.granted[request_id] = ()  # it cannot grow before the next correction
             self._publish(replace(proposal, incarnation=self.begun[request_id].incarnation))
         return True

@@ -92,13 +92,20 @@ def transport_makers(
             "execution": config.execution_on(pair.draft.device.type) or "",
             "num_threads": threads.draft("parallel"),
             "target_folder": str(pair.target.folder) if pair.vocabulary is not None else "",
+            "context": config.draft_context or 0,
         }
         arguments = {**_model_arguments(pair.draft), **sizes}
         makers[source_of(ModelDrafter)] = functools.partial(_process_transport, ModelDrafter.name, FACTORY, arguments)
     elif pair.draft is not None:
         execution = config.execution_on(pair.draft.device.type)
-        runners = [_runner(model, pair.max_len, config.limits.num_seqs, execution) for model in models]
-        draft = functools.partial(_stack, config.levels, runners, pair.vocabularies, setting, below)
+        specs = (pair.draft, *pair.stack)
+        runners = [
+            _runner(model, pair.max_len, config.limits.num_seqs, execution, spec.integer_kv)
+            for model, spec in zip(models, specs, strict=True)
+        ]
+        draft = functools.partial(
+            _stack, config.levels, runners, pair.vocabularies, config.draft_context, setting, below
+        )
         makers[source_of(ModelDrafter)] = functools.partial(_local_transport, draft, threads)
     return makers
 
@@ -116,26 +123,37 @@ def setting_of(config: EngineConfig, pair: Pair, constrain: Callable[[str], Cons
     )
 
 
-def _runner(model: Any, max_len: int, num_seqs: int, execution: str | None) -> ModelRunner:
+def _runner(model: Any, max_len: int, num_seqs: int, execution: str | None, integer_kv: bool) -> ModelRunner:
     max_len = min(max_len, model.config.get_text_config().max_position_embeddings)
-    return ModelRunner(model, max_len=max_len, num_scratch=SCRATCH, num_seqs=num_seqs, execution=execution)
+    return ModelRunner(
+        model,
+        max_len=max_len,
+        num_scratch=SCRATCH,
+        num_seqs=num_seqs,
+        execution=execution,
+        integer_kv=integer_kv,
+    )
 
 
 def _model_drafter(
     runner: ModelRunner,
     vocab_size: int,
+    context: int | None,
     constrain: Callable[[str], Constraint] | None = None,
     vocabulary: VocabularyMap | None = None,
     lower: LowerLevel | None = None,
 ) -> ModelDrafter:
     runner.pool.forget()  # the KV of a drafter that died
-    return ModelDrafter(runner, vocab_size=vocab_size, constrain=constrain, vocabulary=vocabulary, lower=lower)
+    return ModelDrafter(
+        runner, vocab_size=vocab_size, context=context, constrain=constrain, vocabulary=vocabulary, lower=lower
+    )
 
 
 def _stack(
     levels: Sequence[Level],
     runners: Sequence[ModelRunner],
     vocabularies: Sequence[VocabularyMap | None],
+    context: int | None,
     setting: Setting,
     lowest: ChosenDrafter | None,
 ) -> ModelDrafter:
@@ -146,10 +164,10 @@ def _stack(
             drafter = lowest.make()
         else:
             runner, vocabulary = models.pop()
-            drafter = _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, lower)
+            drafter = _model_drafter(runner, setting.vocab_size, context, setting.constrain, vocabulary, lower)
         lower = LowerLevel(drafter, level.block, setting.vocab_size)
     runner, vocabulary = models.pop()
-    return _model_drafter(runner, setting.vocab_size, setting.constrain, vocabulary, lower)
+    return _model_drafter(runner, setting.vocab_size, context, setting.constrain, vocabulary, lower)
 
 
 def _local_transport(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> Transport:
@@ -219,6 +237,7 @@ def _model_arguments(spec: ModelSpec) -> dict[str, str | int]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "quantization": spec.quantization or "",
         "draft": spec.draft,
+        "integer_kv": spec.integer_kv,
     }
 
 
@@ -233,12 +252,14 @@ def build_worker(
     dtype: str,
     quantization: str,
     draft: bool,
+    integer_kv: bool,
     execution: str,
     max_len: int,
     num_seqs: int,
     vocab_size: int,
     num_threads: int,
     target_folder: str,
+    context: int,
 ) -> DraftWorker:
     """Load the draft model of a `ModelSpec` and make its worker, in the draft's process.
 
@@ -255,11 +276,11 @@ def build_worker(
     use_threads(num_threads)
     spec = ModelSpec(
         name, Path(folder), form, torch.device(device), getattr(torch, dtype), quantization or None,
-        compiled=execution == "compiled", draft=draft,
+        compiled=execution == "compiled", draft=draft, integer_kv=integer_kv,
     )  # fmt: skip
-    runner = _runner(_load(spec), max_len, num_seqs, execution or None)
+    runner = _runner(_load(spec), max_len, num_seqs, execution or None, integer_kv)
     vocabulary = read_map(Path(target_folder), spec.folder) if target_folder else None
-    drafter = _model_drafter(runner, vocab_size, None, vocabulary)
+    drafter = _model_drafter(runner, vocab_size, context or None, None, vocabulary)
     return DraftWorker(drafter, publish, report_out_of_memory, lambda _: use_threads(num_threads))
 
 

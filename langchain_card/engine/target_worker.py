@@ -122,7 +122,7 @@ class TargetWorker:
         for sequence, window in due:
             sequence.advance(window, in_place=self._in_place)
         texts, verified = self._share_out(due)
-        self._set_threads(min(window.schedule for _, window in due))  # "parallel" if any is
+        self._set_threads("parallel" if any(window.drafting for _, window in due) else "sequential")
         started = time.perf_counter()
         logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
         if self._steering is not None and verified:

@@ -32,6 +32,9 @@ MAX_SEQS = 16
 _PACKED = 1.06
 """Memory of a packed int8 matrix over its size on disk: 1.01 to 1.18 was measured, depending on the shape."""
 
+_INTEGER_TILE = 32
+"""Heads of integer KV are padded to whole tiles of the kernel."""
+
 _SCORE_BYTES = 8  # the sampler works in float64
 _SCORE_COPIES = 4
 _GIB = 1 << 30
@@ -124,8 +127,11 @@ class ModelNeeds:
     def kv(self, positions: int) -> int:
         """Return the bytes of KV of one sequence with this many positions, prompt and answer together."""
         slots = min(positions, int(self._config.max_position_embeddings)) + self.scratch
-        itemsize = max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
-        return kv_shape(self._config).numbers * slots * itemsize
+        shape = kv_shape(self._config)
+        if self.spec.integer_kv:  # `runtime.cpu.integer_kv`: 2 bytes in keys and 1 in values, and 3 scales for both
+            width = -(-shape.head_dim // _INTEGER_TILE) * _INTEGER_TILE
+            return shape.numbers // shape.head_dim * slots * (3 * width + 3 * 4) // 2
+        return shape.numbers * slots * max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
 
     def working(self, positions: int) -> int:
         """Return the bytes that a step takes beside weights and KV: a prompt chunk, scores of unverified rows."""

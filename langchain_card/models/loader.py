@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,11 +47,13 @@ class ModelSpec:
         folder: folder with config, tokenizer and weights.
         form: form of the weights on disk.
         device: the first device.
-        dtype: type of activations and KV, and of weights in the float form.
+        dtype: type of activations, and of weights in the float form.
         quantization: JSON of a transformers quantization config for float weights; None to load them unchanged.
         others: further devices that hold layers.
         compiled: whether its layers are compiled.
         draft: whether it is loaded in the form of a draft (`draft_form`).
+        integer_kv: whether keys and values are 8-bit integers; else they have the type of the activations. The weights
+            are the same.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ModelSpec:
     others: tuple[torch.device, ...] = ()
     compiled: bool = False
     draft: bool = False
+    integer_kv: bool = field(default=False, compare=False)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -137,11 +140,11 @@ def _drafts(
     """Return the draft model and the models of the stack below it, each with its vocabulary map."""
     drafts = list[tuple[ModelSpec, VocabularyMap | None]]()
     levels = [("stack", level.spec) for level in config.levels if level.is_model]
-    for field, name in [("draft_model", config.draft_model or ""), *levels]:
-        spec = _spec(config, field, name, [device], progress)
+    for setting, name in [("draft_model", config.draft_model or ""), *levels]:
+        spec = _spec(config, setting, name, [device], progress)
         if spec != target:
             spec = replace(spec, draft=draft_form.changes(_text_config(spec), spec.form))
-        drafts.append((spec, _vocabulary(config, field, target, spec)))
+        drafts.append((spec, _vocabulary(config, setting, target, spec)))
     return drafts
 
 
@@ -164,7 +167,14 @@ def _spec(
     passed = quantization if quantization != form else None
     folder = ModelStore().prepare(name, form, progress)
     compiled = config.execution == "compiled" and device.type == "cuda"
-    spec = ModelSpec(name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled)
+    in_int8 = config.kv_dtype == "int8" or (config.kv_dtype == "auto" and form == "int8")
+    if in_int8 and not _int8_runs(config, device):
+        why = f"int8 runs on a CPU with AVX2 in float32, not on {device} in {config.dtype}"
+        raise InvalidInputError("kv_dtype", "int8", why, 'use kv_dtype="auto"')
+    spec = ModelSpec(
+        name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled,
+        integer_kv=in_int8 and config.exact != "strict",
+    )  # fmt: skip
     check_family(name, spec.folder, field)
     if form == "float":
         find_quantizer(read_config(spec.folder), passed, device)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from langchain_card.runtime.kv_cache import KVPool
+from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from langchain_card.runtime.rows import AttentionOptions, Rows
 
 MAX_SCORED_ROWS = 64
@@ -63,8 +63,8 @@ class StepInputs:
         no_mask: placeholder for the model's mask.
     """
 
-    def __init__(self, pool: KVPool, bucket: Bucket, window: int | None) -> None:
-        device = pool.layers[0].device
+    def __init__(self, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> None:
+        device = pool.kv.layers[0].device
         self._pool, self._window = pool, window
         shape = (4, bucket.seqs, bucket.width)
         trees = (1 if window is None else 2, bucket.seqs, bucket.width, pool.num_scratch)
@@ -122,39 +122,38 @@ class MaskedPlan:
         seen: slots and masks by device.
     """
 
-    pool: KVPool
+    pool: KVPool[TensorKV]
     bucket: Bucket
     seen: dict[torch.device, _Seen]
 
     @classmethod
-    def of(cls, inputs: StepInputs, pool: KVPool, bucket: Bucket, window: int | None) -> MaskedPlan:
+    def of(cls, inputs: StepInputs, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> MaskedPlan:
         """Build the masks on the device."""
         _, positions, slots, count = inputs.numbers
         key = torch.arange(bucket.keys, device=count.device)
         committed = key < count[..., None]
-        dtype = pool.layers[0].dtype
+        dtype = pool.kv.layers[0].dtype
         full, sliding = _additive(torch.cat([inputs.trees[0], committed], dim=-1), dtype), None
         if window is not None:
             near = committed & (key > positions[..., None] - window)
             sliding = _additive(torch.cat([inputs.trees[1], near], dim=-1), dtype)
         seen = {
             device: _Seen(slots.flatten().to(device), full.to(device), None if sliding is None else sliding.to(device))
-            for device in dict.fromkeys(layer.device for layer in pool.layers)
+            for device in dict.fromkeys(layer.device for layer in pool.kv.layers)
         }
         return cls(pool, bucket, seen)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attend as `attention.StepPlan` demands."""
-        kv = self.pool.layers[layer]
+        kv = self.pool.kv.layers[layer]
         slots, mask, sliding_mask = self.seen[kv.device]
         kv[0].index_copy_(1, slots, key[0])
         kv[1].index_copy_(1, slots, value[0])
         if options.window is not None:
             assert sliding_mask is not None, "a layer slides and the model's configuration does not say so"
             mask = sliding_mask
-        return masked_attention(
-            query, self.pool.by_sequence(layer)[:, : self.bucket.seqs, :, : mask.shape[-1]], mask, options
-        )
+        by_sequence = kv[:, :, :-1].view(2, -1, self.pool.num_seqs, self.pool.num_slots, kv.shape[-1]).transpose(1, 2)
+        return masked_attention(query, by_sequence[:, : self.bucket.seqs, :, : mask.shape[-1]], mask, options)
 
 
 def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:

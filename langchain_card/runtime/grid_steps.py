@@ -14,7 +14,7 @@ from torch import Tensor
 from langchain_card.runtime.attention import ATTENTION_NAME, card_attention, register
 from langchain_card.runtime.families import decoder_layers
 from langchain_card.runtime.grid_attention import MAX_SCORED_ROWS, Bucket, MaskedPlan, StepInputs, longest
-from langchain_card.runtime.kv_cache import KVPool
+from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from langchain_card.runtime.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class GridSteps:
     """
 
     def __init__(
-        self, model: Any, pool: KVPool, *, window: int | None, capture: bool, width: int | None = None
+        self, model: Any, pool: KVPool[TensorKV], *, window: int | None, capture: bool, width: int | None = None
     ) -> None:
         self._model, self._pool, self._window, self._capture = model, pool, window, capture
         self._only = None if width is None else Bucket(pool.num_seqs, width, pool.max_len)
@@ -101,7 +101,7 @@ class GridSteps:
             with _capturing:
                 for _ in range(WARM_UPS):
                     self._forward(grid.inputs, bucket, None)
-                device = self._pool.layers[0].device
+                device = self._pool.kv.layers[0].device
                 torch.cuda.synchronize(device)
                 # The stream is passed because torch's default may belong to another device.
                 graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)

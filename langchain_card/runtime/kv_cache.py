@@ -1,4 +1,6 @@
-"""Keys and values of all sequences of one model, reserved at once in static slots, without paging.
+"""The slots for keys and values of all sequences of one model, reserved at once, without paging.
+
+What a slot holds is up to the pool's storage: tensors (`TensorKV`), or integers (`cpu.integer_kv`).
 
 Every sequence has a range of slots: scratch slots for unverified rows, then one slot per position:
 
@@ -18,70 +20,99 @@ tenant. Texts of other tenants are never shared: response times would reveal the
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-class KVPool:
+class KVStorage(Protocol):
+    """Keys and values of all layers, by slots."""
+
+    def copy(self, sources: Sequence[int], start: int) -> None:
+        """Copy slots to those from `start` on, in order."""
+
+
+class TensorKV:
+    """Keys and values as tensors of floats.
+
+    Args:
+        num_slots: number of slots.
+        devices: [layers] device of each layer.
+        kv_heads, head_dim: shape of each layer's keys and values.
+        dtype: type of keys and values.
+
+    Attributes:
+        layers: [layers] keys and values [2, kv_heads, num_slots, head_dim]; keys first.
+    """
+
+    def __init__(
+        self, num_slots: int, *, devices: Sequence[torch.device], kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        shape = (2, kv_heads, num_slots, head_dim)
+        self._blocks = {
+            device: zeros((devices.count(device), *shape), dtype, device) for device in dict.fromkeys(devices)
+        }
+        rows = {device: iter(block) for device, block in self._blocks.items()}
+        self.layers: list[Tensor] = [next(rows[device]) for device in devices]
+
+    @property
+    def block(self) -> Tensor:
+        """Keys and values of all layers, [layers, 2, kv_heads, num_slots, head_dim], if they lie on one device."""
+        (block,) = self._blocks.values()
+        return block
+
+    def copy(self, sources: Sequence[int], start: int) -> None:
+        """Copy slots as `KVStorage` demands."""
+        for device, block in self._blocks.items():
+            index = torch.tensor(sources, device=device)
+            block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
+
+
+Storage = TypeVar("Storage", bound=KVStorage)
+
+
+class KVPool(Generic[Storage]):
     """Slots for `num_seqs` sequences of one model.
 
     Args:
-        devices: [layers] device of each layer.
-        kv_heads, head_dim: shape of each layer's keys and values.
+        store: makes the storage for a number of slots.
         max_len: positions per sequence.
         num_scratch: unverified rows per sequence.
         num_seqs: sequences open at once.
         compact: open low indices first, because a step costs as much as its highest index (`grid_attention.Bucket`).
-        dtype: type of keys and values.
+        align: slots in a block of the storage; the ranges above are rounded up to whole blocks.
 
     Attributes:
-        layers: [layers] keys and values [2, kv_heads, num_seqs * num_slots + 1, head_dim]; keys first.
+        kv: the storage.
         num_slots: slots of one sequence.
         trash: the last slot, which belongs to no sequence.
     """
 
     def __init__(
         self,
+        store: Callable[[int], Storage],
         *,
-        devices: Sequence[torch.device],
-        kv_heads: int,
-        head_dim: int,
         max_len: int,
         num_scratch: int,
         num_seqs: int = 1,
         compact: bool = False,
-        dtype: torch.dtype,
+        align: int = 1,
     ) -> None:
+        num_scratch, max_len = (-(-count // align) * align for count in (num_scratch, max_len))
         self.num_scratch, self.max_len, self.num_seqs = num_scratch, max_len, num_seqs
         self._compact = compact
         self.num_slots, self.trash = num_scratch + max_len, num_seqs * (num_scratch + max_len)
-        shape = (2, kv_heads, self.trash + 1, head_dim)
-        self._blocks = {
-            device: _zeros((devices.count(device), *shape), dtype, device) for device in dict.fromkeys(devices)
-        }
-        rows = {device: iter(block) for device, block in self._blocks.items()}
-        self.layers: list[Tensor] = [next(rows[device]) for device in devices]
+        self.kv = store(self.trash + 1)
         self._caches = [KVCache(self, index) for index in range(num_seqs)]
         self._free = [*self._caches]  # longest unused first
-
-    @property
-    def block(self) -> Tensor:
-        """Keys and values of all layers, [layers, 2, kv_heads, slots, head_dim], if they lie on one device."""
-        (block,) = self._blocks.values()
-        return block
 
     @property
     def num_free(self) -> int:
         """Number of sequences that can still be opened."""
         return len(self._free)
-
-    def by_sequence(self, layer: int) -> Tensor:
-        """Return a layer's keys and values, [2, num_seqs, kv_heads, num_slots, head_dim]."""
-        kv = self.layers[layer][:, :, : self.trash]
-        return kv.view(2, -1, self.num_seqs, self.num_slots, kv.shape[-1]).transpose(1, 2)
 
     def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
         """Open a sequence for a tenant's text; a prefix known from other texts of the tenant is committed already.
@@ -97,9 +128,7 @@ class KVPool:
         cache = donor if donor in free and shared == donor.length else free[0]
         self._free.remove(cache)
         if cache is not donor and shared:
-            here, there = cache.first_position, donor.first_position
-            for block in self._blocks.values():
-                block[:, :, :, here : here + shared] = block[:, :, :, there : there + shared]
+            self.kv.copy(range(donor.first_position, donor.first_position + shared), cache.first_position)
         cache.token_ids, cache.tenant = list(token_ids[:shared]), tenant
         return cache
 
@@ -118,12 +147,6 @@ class KVPool:
             cache.token_ids = []
         self._free = [*self._caches]
 
-    def copy(self, sources: Sequence[int], start: int) -> None:
-        """Copy slots to consecutive ones, in all layers."""
-        for device, block in self._blocks.items():
-            index = torch.tensor(sources, device=device)
-            block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
-
 
 class KVCache:
     """The slots of one sequence.
@@ -136,7 +159,7 @@ class KVCache:
         tenant: owner of the text.
     """
 
-    def __init__(self, pool: KVPool, index: int) -> None:
+    def __init__(self, pool: KVPool[Any], index: int) -> None:
         self.pool, self.index, self.base = pool, index, index * pool.num_slots
         self.token_ids: list[int] = []
         self.tenant = ""
@@ -155,11 +178,11 @@ class KVCache:
         """Commit the rows in these slots, with their tokens, as the next positions, in the given order."""
         here = self.pool.num_scratch + self.length
         if any(slot != here + i for i, slot in enumerate(slots)):  # else they are in place
-            self.pool.copy([self.base + slot for slot in slots], self.base + here)
+            self.pool.kv.copy([self.base + slot for slot in slots], self.base + here)
         self.token_ids += token_ids
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros: masked slots are multiplied by zero, and zero times a stray NaN is NaN.
 
     On a CPU the pages are the system's zero pages, which take memory when first written to. NumPy would request huge

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from langchain_card.runtime.families import decoder_layers, kv_shape
+from langchain_card.runtime.families import KVShape, decoder_layers, kv_shape
 from langchain_card.runtime.grid_steps import GridSteps
-from langchain_card.runtime.kv_cache import KVCache, KVPool
+from langchain_card.runtime.kv_cache import KVCache, KVPool, TensorKV
 from langchain_card.runtime.rows import Rows
 
 TEXT_CHUNK = 512
@@ -29,6 +31,7 @@ class ModelRunner:
             compiled layers). None for "graphs" on CUDA, and for steps without a grid on a CPU.
         width: rows of each sequence in every step, padded; None for no padding. A width makes steps of all schedules
             the same arithmetic, in any dtype (`exact="strict"`).
+        integer_kv: whether keys and values are 8-bit integers; for float32 activations, without grids.
 
     Attributes:
         pool: the sequences' KV.
@@ -43,6 +46,7 @@ class ModelRunner:
         num_seqs: int = 1,
         execution: str | None = None,
         width: int | None = None,
+        integer_kv: bool = False,
     ) -> None:
         self.model = model
         self.max_len = max_len
@@ -53,15 +57,13 @@ class ModelRunner:
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
         devices = [next(layer.parameters()).device for layer in decoder_layers(model)]
         shape, in_grids = kv_shape(config), width is not None or execution is not None or self.device.type == "cuda"
+        store, align = _floats(shape, devices, self.dtype, exact=not in_grids), 1
+        if integer_kv and not in_grids:
+            from langchain_card.runtime.cpu.integer_kv import BLOCK, IntegerKV  # imports numba
+
+            store, align = functools.partial(IntegerKV, **asdict(shape)), BLOCK
         self.pool = KVPool(
-            devices=devices,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            max_len=max_len,
-            num_scratch=num_scratch,
-            num_seqs=num_seqs,
-            compact=in_grids,
-            dtype=self.dtype if in_grids else torch.promote_types(self.dtype, torch.float32),
+            store, max_len=max_len, num_scratch=num_scratch, num_seqs=num_seqs, compact=in_grids, align=align
         )
         self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._grids: GridSteps | None = None
@@ -71,7 +73,7 @@ class ModelRunner:
         else:
             from langchain_card.runtime.cpu import plan  # imports numba, which grids do not need
 
-            plan.prepare(self.pool.layers[0].dtype)
+            plan.prepare(self.pool.kv)
             self._row_stable = plan
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
@@ -145,3 +147,11 @@ class ModelRunner:
         keep = 0 if len(wanted) == num_rows else torch.tensor(wanted)
         logits: Tensor = self.model(**inputs, logits_to_keep=keep).logits[0]
         return logits
+
+
+def _floats(
+    shape: KVShape, devices: Sequence[torch.device], dtype: torch.dtype, *, exact: bool
+) -> Callable[[int], Any]:
+    """Return a maker of storage in the model's type; on the exact path at least float32."""
+    dtype = torch.promote_types(dtype, torch.float32) if exact else dtype
+    return functools.partial(TensorKV, devices=devices, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=dtype)

@@ -51,14 +51,14 @@ def load(folder: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def reading(model: Any) -> Forward:
-    """Return a forward function over transformers' own cache."""
-    cache = None
+def reading(model: Any, cache: Any = None) -> Forward:
+    """Return a forward function over transformers' own cache, which the model chooses if none is given."""
+    begun = False
 
     @torch.inference_mode()
     def forward(token_ids: list[int]) -> Tensor:
-        nonlocal cache
-        new = token_ids if cache is None else token_ids[-1:]
+        nonlocal cache, begun
+        new, begun = token_ids[-1:] if begun else token_ids, True
         out = model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         logits: Tensor = out.logits[0, -1]

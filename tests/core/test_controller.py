@@ -75,7 +75,7 @@ def test_a_window_is_as_wide_as_its_rows_pay() -> None:
     load = Load("sequential")
     assert Controller(shared_device=True).windows(load, [[0.9, 0.1]]) == [1], "nothing is known yet: the likely ones"
     policy = learnt("sequential", {}, {1: 0.10, 4: 0.106, 8: 0.18}, 0.10)
-    times = policy.costs["sequential", 1].target
+    times = policy.costs["sequential", 1, 0].target
     assert times.at(2) == pytest.approx(0.102) and times.at(6) == pytest.approx(0.143)
     assert policy.windows(load, [[0.9, 0.05, 0.05, 0.05]]) == [3], "rows are nearly free up to the knee"
     assert policy.windows(load, [[0.9, 0.8, 0.7, 0.6, 0.5, 0.1]]) == [5], "behind it they must pay"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig, Limits, Pins
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.kv_cache import KVCache, KVPool
+from langchain_card.runtime.kv_cache import KVCache, KVPool, TensorKV
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
@@ -135,21 +136,20 @@ def test_a_second_turn_reads_only_what_is_new(tiny_pairs: Pairs, monkeypatch: py
         assert engine.submit(second, params).result().token_ids == again.token_ids
 
 
-def pool(num_seqs: int) -> KVPool:
+def pool(num_seqs: int) -> KVPool[TensorKV]:
     cpu = torch.device("cpu")
-    return KVPool(
-        devices=[cpu], kv_heads=1, head_dim=1, max_len=16, num_scratch=2, num_seqs=num_seqs, dtype=torch.float32
-    )
+    store = partial(TensorKV, devices=[cpu], kv_heads=1, head_dim=1, dtype=torch.float32)
+    return KVPool(store, max_len=16, num_scratch=2, num_seqs=num_seqs)
 
 
 def test_prefixes_are_taken_over_from_running_and_ended_texts() -> None:
     kv = pool(3)
     a = kv.open([1, 2, 3])
     a.token_ids = [1, 2, 3, 4]
-    kv.layers[0][:, :, a.first_position : a.first_position + 4] = 7.0
+    kv.kv.layers[0][:, :, a.first_position : a.first_position + 4] = 7.0
     b = kv.open([1, 2, 9])
     assert b is not a and b.token_ids == [1, 2]
-    assert (kv.layers[0][:, :, b.first_position : b.first_position + 2] == 7.0).all()
+    assert (kv.kv.layers[0][:, :, b.first_position : b.first_position + 2] == 7.0).all()
     kv.close(a)
     c = kv.open([1, 2, 3, 4, 5])
     assert c is a and c.token_ids == [1, 2, 3, 4], "continued where it lies"
@@ -179,7 +179,7 @@ def test_no_key_learns_what_another_read(tiny_pairs: Pairs, monkeypatch: pytest.
     opened = list[tuple[str, int]]()
     open_ = KVPool.open
 
-    def recorded(self: KVPool, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
+    def recorded(self: KVPool[Any], token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
         cache = open_(self, token_ids, tenant)
         opened.append((tenant, cache.length))
         return cache
@@ -187,7 +187,8 @@ def test_no_key_learns_what_another_read(tiny_pairs: Pairs, monkeypatch: pytest.
     monkeypatch.setattr(KVPool, "open", recorded)
     target, small = tiny_pairs["llama"]
     cached = {}
-    with Engine(EngineConfig(target, small if draft else None, drafters=(), dtype="float64")) as engine:
+    config = EngineConfig(target, small if draft else None, drafters=(), dtype="float64", pins=Pins(lead=2))
+    with Engine(config) as engine:
         for tenant in ("one", "other", "one "):
             params = SamplingParams(max_tokens=8, schedule="sequential" if draft else "plain", tenant=tenant)
             cached[tenant] = engine.submit([*range(40)], params).result().stats.cached_tokens
@@ -197,15 +198,17 @@ def test_no_key_learns_what_another_read(tiny_pairs: Pairs, monkeypatch: pytest.
     assert set(first.values()) == {0} and {*first} == {*cached} and len(opened) == (8 if draft else 4)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float"])
 @pytest.mark.parametrize("arch", tiny.CONFIGS)
-def test_int8_keys_and_values_are_a_function_of_the_text(tiny_pairs: Pairs, arch: str) -> None:
+def test_int8_after_are_a_function_of_the_text(tiny_pairs: Pairs, arch: str, kv_dtype: str) -> None:
     """The same bits whether a text is read token by token, in chunks, beside another one, or decoded in windows."""
-    spec = resolve(EngineConfig(tiny_pairs[arch][0], None, quantization="int8", max_model_len=512)).target
-    runner = ModelRunner(load_model(spec), max_len=512, num_scratch=16, num_seqs=2)
+    config = EngineConfig(tiny_pairs[arch][0], None, quantization="int8", kv_dtype=kv_dtype, max_model_len=512)
+    spec = resolve(config).target
+    runner = ModelRunner(load_model(spec), max_len=512, num_scratch=16, num_seqs=2, integer_kv=spec.integer_kv)
     rng = random.Random(0)
     text, other = ([rng.randrange(256) for _ in range(230)] for _ in range(2))
 
-    def keys_and_values(chunks: list[int], *, windows: bool = False, beside: bool = False) -> torch.Tensor:
+    def after(chunks: list[int], *, windows: bool = False, beside: bool = False) -> torch.Tensor:
         runner.pool.forget()
         cache, neighbour = runner.open(), runner.open()
         for size in chunks:
@@ -219,11 +222,10 @@ def test_int8_keys_and_values_are_a_function_of_the_text(tiny_pairs: Pairs, arch
             runner.step(batch)
             if windows:
                 cache.keep([path[-1] for path in paths or ()], own)
-        first = cache.first_position
-        return torch.stack([layer[:, :, first : first + cache.length] for layer in runner.pool.layers])
+        return runner.step([Rows(cache, [7], cache.length, [(0,)])])  # all of the text goes into it
 
-    wanted = keys_and_values([1] * 230)
+    wanted = after([1] * 230)
     for chunks in ([230], [2] * 115, [17] * 14, [64, 1, 100, 65]):
-        assert torch.equal(keys_and_values(chunks), wanted), chunks
-    assert torch.equal(keys_and_values([7] * 33, beside=True), wanted)
-    assert torch.equal(keys_and_values([rng.randint(1, 12) for _ in range(60)], windows=True), wanted)
+        assert torch.equal(after(chunks), wanted), chunks
+    assert torch.equal(after([7] * 33, beside=True), wanted)
+    assert torch.equal(after([rng.randint(1, 12) for _ in range(60)], windows=True), wanted)

@@ -102,7 +102,7 @@ def compare_all(form: str, every: int, arch: str, pair: tuple[str, str]) -> Figu
     for name, options in DRAFTERS.items():
         with pytest.MonkeyPatch.context() as patch:
             if name == "model":  # tiny models draft at a loss: one that measures would hardly look deep
-                patch.setattr(build, "Controller", lambda **_: FixedPolicy(widths=(4,) * 8))
+                patch.setattr(build, "Controller", lambda **_: FixedPolicy(widths=(4,) * 8, read=7))
             compare(replace(config, **options), asked, wanted, SCHEDULES, figures)
     return figures
 

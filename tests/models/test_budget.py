@@ -20,6 +20,7 @@ from langchain_card.models.budget import FIXED_RESERVE, ModelNeeds, check_budget
 from langchain_card.models.loader import Pair, acquire_model, load_model, release_model, resolve
 from langchain_card.runtime.cpu import matmul_kernel
 from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
+from langchain_card.runtime.kv_cache import TensorKV
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
 
@@ -87,9 +88,11 @@ def compare(config: EngineConfig) -> None:
     pair = resolve(config)
     needs = ModelNeeds("target", pair.target, DRAFT_SCRATCH)
     model = load_model(pair.target)
-    pool = ModelRunner(model, max_len=pair.max_len, num_scratch=DRAFT_SCRATCH).pool
+    integers = pair.target.integer_kv
+    kv = ModelRunner(model, max_len=pair.max_len, num_scratch=DRAFT_SCRATCH, integer_kv=integers).pool.kv
     assert needs.weights == pytest.approx(stored(model), rel=0.05)
-    assert needs.kv(pair.max_len) == pytest.approx(sum(layer.nbytes for layer in pool.layers), rel=0.05)
+    parts = kv.layers if isinstance(kv, TensorKV) else kv.blocks
+    assert needs.kv(pair.max_len) == pytest.approx(sum(part.nbytes for part in parts), rel=0.05)
 
 
 def test_all_fits_in_just_enough(pair: Pair) -> None:

@@ -267,7 +267,7 @@ def test_what_is_kept_is_what_would_be_read(pair: tuple[str, str]) -> None:
     fresh = script.runner.pool._free[0]
     fresh.token_ids = []
     script.runner.prefill(fresh, cache.token_ids)
-    for layer in script.runner.pool.layers:
+    for layer in script.runner.pool.kv.layers:
         kept, read = (layer[:, :, at.first_position : at.first_position + cache.length] for at in (cache, fresh))
         assert torch.allclose(kept, read, atol=1e-9)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import acquire_model, release_model, resolve
+from langchain_card.runtime.cpu.integer_kv import IntegerKV
 from langchain_card.runtime.cpu.plan import plan_step
-from langchain_card.runtime.kv_cache import KVCache, KVPool
+from langchain_card.runtime.kv_cache import KVCache, KVPool, TensorKV
 from langchain_card.runtime.rows import AttentionOptions, Rows
 from langchain_card.runtime.runner import ModelRunner
 
@@ -20,7 +23,8 @@ TEXT = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n  
 @pytest.fixture(scope="module")
 def runner() -> Iterator[tuple[ModelRunner, list[int]]]:
     pair = resolve(EngineConfig(model="smollm2-135m", draft_model=None))
-    yield ModelRunner(acquire_model(pair.target), max_len=1024, num_scratch=32), pair.tokenizer(TEXT).input_ids
+    model = acquire_model(pair.target)
+    yield ModelRunner(model, max_len=1024, num_scratch=32, integer_kv=True), pair.tokenizer(TEXT).input_ids
     release_model(pair.target)
 
 
@@ -77,22 +81,32 @@ def test_same_bits_beside_other_rows_and_in_other_slots(
         assert torch.equal(logits, alone), name
 
 
+@pytest.mark.parametrize("integers", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("shape", [(3, 3, 64), (2, 7, 64), (2, 6, 128), (4, 1, 32), (1, 8, 256), (5, 5, 80)])
 def test_attention_of_a_row_has_the_same_bits_beside_other_rows(
-    shape: tuple[int, int, int], softcap: float | None, threads: int, set_threads: Callable[[int], None]
+    shape: tuple[int, int, int],
+    softcap: float | None,
+    threads: int,
+    integers: bool,
+    set_threads: Callable[[int], None],
 ) -> None:
     """Of many models' shapes (kv heads, query heads for each, head size), since a last bit may hide behind int8."""
     kv_heads, group, head_dim = shape
     set_threads(threads)
     generator = torch.Generator().manual_seed(0)
-    pool = KVPool(
-        devices=[torch.device("cpu")], kv_heads=kv_heads, head_dim=head_dim, max_len=512, num_scratch=16,
-        dtype=torch.float32,
-    )  # fmt: skip
-    pool.layers[0].copy_(torch.randn(pool.layers[0].shape, generator=generator))
-    cache = pool.open()
+    store: Any = None
+    if integers:
+        store = partial(IntegerKV, layers=1, kv_heads=kv_heads, head_dim=head_dim)
+    else:
+        store = partial(
+            TensorKV, devices=[torch.device("cpu")], kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float32
+        )
+    cache = KVPool(store, max_len=512, num_scratch=16, align=64).open()
+    text = torch.randn(3, 1, kv_heads, 120, head_dim, generator=generator)
+    read = plan_step([Rows(cache, [1] * 120, 0)])
+    read.attend(0, text[0].repeat_interleave(group, 1), text[1], text[2], AttentionOptions(None, None, softcap))
     cache.token_ids = [1] * 120
     query = torch.randn(1, kv_heads * group, 16, head_dim, generator=generator)
     new = torch.randn(2, 1, kv_heads, 16, head_dim, generator=generator)

@@ -85,6 +85,7 @@ def _source(source: DrafterState, number: dict[int, int]) -> Any:
         source.applied_len,
         source.granted,
         source.exhausted,
+        source.unread,
     )
 
 
@@ -105,7 +106,8 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
         begun, leave = draft.worker.begun[request_id], draft.worker.granted[request_id]
         shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), tree.published)
         epoch = against(request_id, begun.incarnation, tree.epoch)
-        trees.append((request_id, epoch, shape, len(tree.output_ids), leave))
+        unread, read = draft.drafter.unread[request_id], draft.worker.read.get(request_id, 0)
+        trees.append((request_id, epoch, shape, len(tree.output_ids), leave, unread, read))
     outbox = [
         (p.request_id, relative, *_proposal(p))
         for p in draft.outbox
@@ -116,7 +118,7 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
 
 
 def _proposal(p: m.Proposal) -> Any:
-    return (p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded)
+    return (p.root, p.applied_len, p.first, p.parents, p.token_ids, p.expanded, p.read, p.unread)
 
 
 def _command(command: Any) -> Any:
@@ -126,7 +128,7 @@ def _command(command: Any) -> Any:
         case m.Correct(_, request_id, start, token_ids):
             return ("correct", request_id, start, len(token_ids))
         case m.Grow(_, request_id, widths):
-            return ("grow", request_id, widths)
+            return ("grow", request_id, widths, command.read)
         case m.End(_, request_id):
             return ("end", request_id)
 

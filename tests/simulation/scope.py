@@ -27,6 +27,7 @@ class Scope:
         begun: tokens of each answer that come with its request.
         last_paced: False if the last drafter is not paced, so that it works in every round, as prompt lookup does.
         last_from_model: False if the last drafter's scores are not a model's.
+        text: tokens that each drafter reads before it drafts, one a step.
         may_fail: True if faults may end a request with an error.
         one_reader: True if a paused consumer resumes only when all other requests are paused or ended.
         faults: number of times each fault may occur: "kill", "kill target", "out of memory", "target out of memory",
@@ -50,6 +51,7 @@ class Scope:
     begun: int = 0
     last_paced: bool = True
     last_from_model: bool = True
+    text: int = 0
     may_fail: bool = False
     one_reader: bool = False
     faults: Mapping[str, int] = field(default_factory=dict)

@@ -25,6 +25,8 @@ EXHAUSTIVE = [
     Scope("a stop string", max_tokens=4, faults={"stop": 1, "kill": 1}, limits=SMALL),
     Scope("a consumer leaves", requests=2, max_tokens=2, faults={"abort": 1}, limits=SMALL),
     Scope("long texts", requests=2, max_tokens=2, faults={"read on": 2}, limits=SMALL),
+    Scope("drafts read a text", requests=2, max_tokens=2, text=1, faults={"lose": 1}, limits=SMALL),
+    Scope("drafts read a text, one round at a time", max_tokens=5, text=2, schedule="sequential", faults={"kill": 1}),
     Scope("a long text is left", requests=2, max_tokens=2, faults={"read on": 1, "abort": 1}, limits=SMALL),
     Scope("a slow consumer", requests=2, max_tokens=2, faults={"pause": 1}, limits=SMALL),
     Scope(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from langchain_card.config import Schedule
@@ -155,25 +156,29 @@ class ToyDrafter:
         number: int = 1,
         *,
         paced: bool = True,
+        text: int = 0,
         num_slots: int = 64,
         step_time: StepTime = lambda rows: 0.0,
         lower: LowerLevel | None = None,
     ) -> None:
         self.name, self.paced, self.from_model, self._lower = name, paced, paced, lower
         self._script, self._number, self._num_slots, self.step_time = script, number, num_slots, step_time
+        self._text = text  # tokens that it reads before it drafts
         self.trees: dict[int, DraftTree] = {}
+        self.unread: dict[int, int] = {}
         self.out_of_memory = False
 
     def copy(self) -> ToyDrafter:
         """Return an independent copy."""
         copied = ToyDrafter(self._script, self.name, self._number, paced=self.paced, num_slots=self._num_slots)
-        copied.step_time = self.step_time
+        copied.step_time, copied._text, copied.unread = self.step_time, self._text, self.unread.copy()
         copied.trees = {request_id: tree.copy() for request_id, tree in self.trees.items()}
         return copied
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Open a sequence."""
         self.trees[request.request_id] = DraftTree(request.prompt_ids, output_ids, self._num_slots)
+        self.unread[request.request_id] = self._text
         if self._lower is not None:
             self._lower.begin(request, output_ids)
 
@@ -192,8 +197,14 @@ class ToyDrafter:
         """
         if self.out_of_memory:
             raise MemoryError
-        trees = [(self.trees[each.request_id], each) for each in budgets if each.request_id in self.trees]
-        steps = [DraftStep.plan(tree, budget, (tree.tokens[tree.root],), _in_vocabulary) for tree, budget in trees]
+        known, read = [each for each in budgets if each.request_id in self.trees], dict[int, int]()
+        steps = list[DraftStep]()
+        for budget in known:
+            tree, unread = self.trees[budget.request_id], self.unread[budget.request_id]
+            read[budget.request_id] = unread if budget.read is None else min(unread, budget.read)
+            self.unread[budget.request_id] = unread = unread - read[budget.request_id]
+            planned = DraftStep.plan(tree, budget, (tree.tokens[tree.root],), _in_vocabulary)
+            steps.append(DraftStep(tree, budget) if unread else planned)
         elapsed, _ = add_guesses(steps, self._lower, _in_vocabulary)
         if rows := sum(len(step.token_paths) for step in steps):
             elapsed += self.step_time(rows)
@@ -201,11 +212,16 @@ class ToyDrafter:
             step.place(tuple)
             step.settle([self._children(step.tree, path) for path in step.token_paths])
         together = sum(step.expanded for step in steps)
-        return [step.publish(self.name, together, elapsed) for step in steps]
+        published = zip(known, (step.publish(self.name, together, elapsed) for step in steps), strict=True)
+        return [
+            replace(proposal, read=read[budget.request_id], unread=self.unread[budget.request_id])
+            for budget, proposal in published
+        ]
 
     def end(self, request_id: int) -> None:
         """Free a sequence."""
         self.trees.pop(request_id, None)
+        self.unread.pop(request_id, None)
         if self._lower is not None:
             self._lower.end(request_id)
 
@@ -231,10 +247,11 @@ class FixedPolicy:
     Args:
         widths: nodes of each draft step that is granted with a correction, under `parallel`.
         patience: seconds that a round waits for its draft.
+        read: tokens of a text that a drafter reads at a time.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0) -> None:
-        self._widths, self._patience = widths, patience
+    def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0, read: int = 64) -> None:
+        self._widths, self._patience, self._read = widths, patience, read
 
     def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
         """Return `parallel` for one request, `sequential` for several."""
@@ -243,6 +260,10 @@ class FixedPolicy:
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """Grant the fixed steps; a single one unless the schedule is `parallel`."""
         return DraftGrant(self._widths if load.schedule == "parallel" else (1,))
+
+    def reading(self, load: Load, unread: int, written: int, left: int) -> int:
+        """Read the fixed number of tokens at a time, from the first token of the answer on."""
+        return self._read if written and unread else 0
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
         """Return True, except that under `parallel` a round waits only for a first candidate."""
@@ -262,6 +283,12 @@ class FixedPolicy:
         """Ignore the measurement."""
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
+        """Ignore the measurement."""
+
+    def observe_reading(self, load: Load, tokens: int, elapsed: float) -> None:
+        """Ignore the measurement."""
+
+    def observe_answer(self, tokens: int) -> None:
         """Ignore the measurement."""
 
     def trust(self, source: str, stated_logp: float) -> tuple[float, float]:

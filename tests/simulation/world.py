@@ -39,9 +39,9 @@ class World:
         self.numbers = {name: i for i, name in enumerate(names, 1)}
         traits = [DrafterTraits(name, paced=True, from_model=True) for name in names]
         traits[-1] = replace(traits[-1], paced=scope.last_paced, from_model=scope.last_from_model)
-        self.core = Coordinator(traits, scope.limits, FixedPolicy(scope.widths))
+        self.core = Coordinator(traits, scope.limits, FixedPolicy(scope.widths, read=1))
         self.target: ToyTarget | None = ToyTarget(self.model)
-        self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name])) for name in names}
+        self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name], text=scope.text)) for name in names}
         self.windows: tuple[m.Window, ...] | None = None
         self.unread: tuple[m.Window, ...] = ()  # sent to the target, which has not read all text before them
         self.waiting = False  # the target had no work when it last looked, and no event came since

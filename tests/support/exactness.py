@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from unittest import mock
 
+from transformers import DynamicCache
+
 from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
 from langchain_card.core.drafter_state import DrafterState
@@ -18,7 +20,7 @@ from langchain_card.core.state import RequestState
 from langchain_card.engine.engine import Engine
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.cpu import int8_weights
-from tests.support import naive
+from tests.support import integer_kv, naive
 
 NEAR_TIE = {"int8": 1e-2}
 """Share of the range of logits that rounding may move, by weights; 1e-3 for floats. In int8, transformers' attention
@@ -123,20 +125,24 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
 
 
 class Reference:
-    """Answers of the naive loop over transformers' own attention and cache; in int8 with the same int8 layers."""
+    """Answers of the naive loop over transformers' own attention and cache; in int8 with the same int8 layers, and with
+    plain attention over rounded keys and values."""
 
     def __init__(self, config: EngineConfig) -> None:
         spec = resolve(config).target
+        self._integer_kv = spec.integer_kv
         if spec.form == "float":
             self.model = naive.load(config.model, spec.dtype)
         else:
             with mock.patch.object(int8_weights, "fuse_layers"):  # transformers' own decoder layers
                 self.model = load_model(spec)
             capped = getattr(self.model.config, "attn_logit_softcapping", None)
-            self.model.set_attn_implementation("eager" if capped else "sdpa")
+            floats = "eager" if capped else "sdpa"
+            self.model.set_attn_implementation(integer_kv.NAME if spec.integer_kv else floats)
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int]) -> naive.PlainAnswer:
-        return naive.generate(naive.reading(self.model), prompt_ids, params, eos_ids)
+        cache = DynamicCache() if self._integer_kv else None  # one that drops nothing
+        return naive.generate(naive.reading(self.model, cache), prompt_ids, params, eos_ids)
 
 
 def compare(

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from langchain_card.runtime.cpu import integer_matmul as products
 from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.compiled import cores
+from langchain_card.runtime.cpu.integer_kv import IntegerKV
 from langchain_card.runtime.cpu.integer_layers import FusedRMSNorm, IntegerLinear, IntegerPart, as_array
-from langchain_card.runtime.cpu.plan import RowStablePlan, kernel_heads
+from langchain_card.runtime.cpu.plan import RowStablePlan, arrays, kernel_heads
 from langchain_card.runtime.cpu.row_attention import Seen
 from langchain_card.runtime.rows import AttentionOptions
 
@@ -132,10 +133,10 @@ class FusedStack(nn.Module):
     def _prepare(self, head_dim: int) -> None:
         """Compile what `forward` needs, or load it from numba's cache; this takes seconds that no step should spend."""
         x, angles, zero = np.ones_like(self._stack.norms[0, :1]), np.ones((1, head_dim), np.float32), np.zeros(1, int)
-        kv = np.zeros((len(self.stacked_layers), 2, self._stack.num_kv_heads, 1, head_dim), np.float32)
+        kv = IntegerKV(1, layers=len(self.stacked_layers), kv_heads=self._stack.num_kv_heads, head_dim=head_dim)
         seen = Seen(zero, zero, zero + 1, zero[:0], zero)
         with cores() as threads:
-            row_layers.decode(x, self._stack, angles, angles, kv, seen, threads)
+            row_layers.decode(x, self._stack, angles, angles, arrays(kv), seen, threads)
 
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any

@@ -8,7 +8,8 @@ is fast for one row as well as for several (docs/LOG.md, 2026-11-22).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numba
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -36,28 +37,47 @@ BLOCK = 8 if instructions() == "avx512vnni" else 2
 """Rows that a weight serves while it lies in a register: CPUs without AVX-512 have fewer and narrower registers."""
 
 
-class _Builder:
+class _Kind(NamedTuple):
+    """A kind of product.
+
+    Attributes:
+        name: in LLVM.
+        nibbles: whether weights have 4 bits.
+        wide: whether levels have 8 bits, of which pairs of products may not fit 16 bits.
+    """
+
+    name: str
+    nibbles: bool = False
+    wide: bool = False
+
+
+class Builder:
     """Shorthands for the kernel's frequent instructions.
 
     Args:
         b: llvmlite's builder.
+        wide: whether levels may be too large for sums of pairs in 16 bits.
     """
 
-    def __init__(self, b: Any) -> None:
-        self.b = b
+    def __init__(self, b: Any, wide: bool = False) -> None:
+        self.b, self._wide = b, wide
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
+        """Call one of LLVM's own functions."""
         kind = ir.FunctionType(result, [arg.type for arg in args])
         find: Any = cgutils.get_or_insert_function
         return self.b.call(find(self.b.module, kind, name), args)
 
     def plus(self, number: Any, count: int) -> Any:
+        """Add a constant."""
         return self.b.add(number, _I64(count))
 
     def pointer(self, address: Any, index: Any, size: int, kind: Any) -> Any:
+        """Return a pointer to an element of an array."""
         return self.b.inttoptr(self.b.add(address, self.b.mul(index, _I64(size))), kind.as_pointer())
 
     def load(self, address: Any, index: Any, size: int, kind: Any) -> Any:
+        """Load an element of an array."""
         return self.b.load(self.pointer(address, index, size, kind), align=1)
 
     def everywhere(self, number: Any) -> Any:
@@ -77,9 +97,14 @@ class _Builder:
         if instructions() == "avxvnni":
             own = (self.b.bitcast(x, sums.type) for x in (weights, levels))
             return self.call("llvm.x86.avx512.vpdpbusd.256", sums.type, sums, *own)
-        words = ir.VectorType(_I16, LANES)
-        pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", words, weights, levels)
-        return self.b.add(sums, self.call("llvm.x86.avx2.pmadd.wd", sums.type, pairs, words([1] * LANES)))
+        words, parts = ir.VectorType(_I16, LANES), [levels]
+        if self._wide:
+            half = self.b.ashr(levels, levels.type([1] * levels.type.count))
+            parts = [half, self.b.sub(levels, half)]
+        for part in parts:
+            pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", words, weights, part)
+            sums = self.b.add(sums, self.call("llvm.x86.avx2.pmadd.wd", sums.type, pairs, words([1] * LANES)))
+        return sums
 
     def _part(self, vector: Any, half: int) -> Any:
         count = vector.type.count // 2
@@ -87,10 +112,10 @@ class _Builder:
         return self.b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
 
 
-def _tile(b: Any, num_rows: int, nibbles: bool, args: Any) -> None:
+def _tile(num_rows: int, kind: _Kind, b: Any, args: Any) -> None:
     """Multiply `num_rows` rows with a tile of weights: a loop over groups around a loop over their turns."""
     levels, begin, stored, scales, groups, turns, out, length = args
-    k = _Builder(b)
+    k = Builder(b, kind.wide)
     places = [(n, t) for n in range(num_rows) for t in range(2)]
     before, next_group, next_turn, group_done, done = b.block, *(b.append_basic_block() for _ in range(4))
     b.branch(next_group)
@@ -104,7 +129,7 @@ def _tile(b: Any, num_rows: int, nibbles: bool, args: Any) -> None:
     turn, sums = b.phi(_I64), [b.phi(_SUMS) for _ in places]
     at = b.add(b.mul(group, turns), turn)
     weights = [[k.load(stored, k.plus(b.mul(at, _I64(2)), t), 64, _BYTES) for t in range(2)]]
-    if nibbles:
+    if kind.nibbles:
         low, high = _BYTES([15] * 64), _BYTES([4] * 64)
         weights = [[b.and_(both, low) for both in weights[0]], [b.lshr(both, high) for both in weights[0]]]
     more = list(sums)
@@ -142,7 +167,19 @@ def _tile(b: Any, num_rows: int, nibbles: bool, args: Any) -> None:
         over(sums[i], starts[n], next_group, more[i], next_turn)
 
 
-def _kernel(nibbles: bool) -> Any:
+def own_function(module: Any, name: str, arguments: Sequence[Any], write: Callable[[Any, Any], None]) -> Any:
+    """Return a function of an LLVM module, written when it is first wanted; a call does not repeat its code."""
+    if (name := f"card.{name}") not in module.globals:
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        b = ir.IRBuilder(function.append_basic_block())
+        write(b, function.args)
+        b.ret_void()
+    return module.globals[name]
+
+
+def _kernel(kind: _Kind) -> Any:
     @intrinsic
     def tile(
         context: Any,
@@ -166,11 +203,12 @@ def _kernel(nibbles: bool) -> Any:
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
             end = b.append_basic_block()
             ways = b.switch(args[0], end)
-            for num_rows in (rows for rows in (1, 2, 4, 8) if rows <= BLOCK):
+            for num_rows in range(1, BLOCK + 1):
                 way = b.append_basic_block()
                 ways.add_case(_I64(num_rows), way)
                 b.position_at_end(way)
-                _tile(b, num_rows, nibbles, args[1:])
+                write = functools.partial(_tile, num_rows, kind)
+                b.call(own_function(b.module, f"{kind.name}.{num_rows}", [_I64] * 8, write), args[1:])
                 b.branch(end)
             b.position_at_end(end)
             return context.get_dummy_value()
@@ -180,4 +218,5 @@ def _kernel(nibbles: bool) -> Any:
     return tile
 
 
-byte_tile, nibble_tile = _kernel(nibbles=False), _kernel(nibbles=True)
+byte_tile, nibble_tile = _kernel(_Kind("bytes")), _kernel(_Kind("nibbles", nibbles=True))
+wide_tile = _kernel(_Kind("wide", wide=True))

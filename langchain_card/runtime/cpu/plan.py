@@ -1,7 +1,8 @@
 """Row-stable attention for CPUs.
 
 A row's result has the same bits whatever rows run beside it, wherever its keys lie, and whether it is decoded or read
-with a text: every row attends alone, over the positions that it sees, in order (`row_attention`).
+with a text: it sums over the positions that it sees in their order (`row_attention`), or over fixed blocks of them
+(`block_attention`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from langchain_card.runtime.cpu import row_attention, row_layers
+from langchain_card.runtime.cpu import block_attention, row_attention, row_layers
 from langchain_card.runtime.cpu.compiled import Slots, cores
+from langchain_card.runtime.cpu.integer_kv import Blocks, IntegerKV, of_layer
 from langchain_card.runtime.cpu.row_layers import Stack
-from langchain_card.runtime.kv_cache import KVPool
+from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from langchain_card.runtime.rows import AttentionOptions, Rows
 
 EVERYTHING = 1 << 62
@@ -32,15 +34,20 @@ class RowStablePlan:
         seen: where the rows go and what they see.
     """
 
-    pool: KVPool
+    pool: KVPool[TensorKV] | KVPool[IntegerKV]
     seen: row_attention.Seen
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attend as `attention.StepPlan` demands."""
-        kv = self.pool.layers[layer]
-        q, k, v = (x[0].transpose(0, 1).to(kv.dtype).contiguous().numpy() for x in (query, key, value))
+        kv = self.pool.kv
+        dtype = torch.float32 if isinstance(kv, IntegerKV) else kv.layers[layer].dtype
+        q, k, v = (x[0].transpose(0, 1).to(dtype).contiguous().numpy() for x in (query, key, value))
+        heads = kernel_heads(options, q.shape[2])
         with cores() as threads:
-            out = row_attention.attend(q, k, v, kv.numpy(), self.seen, kernel_heads(options, q.shape[2]), threads)
+            if isinstance(kv, IntegerKV):
+                out = block_attention.attend(q, k, v, of_layer(kv.blocks, layer), self.seen, heads, threads)
+            else:
+                out = row_attention.attend(q, k, v, kv.layers[layer].numpy(), self.seen, heads, threads)
         return torch.from_numpy(out)[None].to(query.dtype)
 
     def decode(self, stack: Stack, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -54,8 +61,16 @@ class RowStablePlan:
         """
         with cores() as threads:
             row_layers.decode(
-                hidden[0].numpy(), stack, cos[0].numpy(), sin[0].numpy(), self.pool.block.numpy(), self.seen, threads
+                hidden[0].numpy(), stack, cos[0].numpy(), sin[0].numpy(), arrays(self.pool.kv), self.seen, threads
             )
+
+
+def arrays(kv: TensorKV | IntegerKV) -> row_layers.KV:
+    """Return a storage's keys and values as the compiled layers take them."""
+    if isinstance(kv, IntegerKV):
+        return row_layers.KV(np.empty((0, 0, 0, 0, 0), np.float32), kv.blocks)
+    bytes_, floats = np.empty((0, 0, 0, 0), np.uint8), np.empty((0, 0, 0, 0), np.float32)
+    return row_layers.KV(kv.block.numpy(), Blocks(bytes_, floats, bytes_, floats))
 
 
 def kernel_heads(options: AttentionOptions, head_dim: int) -> row_attention.Heads:
@@ -67,13 +82,19 @@ def kernel_heads(options: AttentionOptions, head_dim: int) -> row_attention.Head
     )
 
 
-def prepare(dtype: torch.dtype) -> None:
+def prepare(kv: TensorKV | IntegerKV) -> None:
     """Compile what `attend` needs, or load it from numba's cache; this takes seconds that no step should spend."""
-    one, zero = torch.ones(1, 1, 1, dtype=dtype).numpy(), _numbers([0])
+    zero = _numbers([0])
     seen = row_attention.Seen(zero, zero, zero + 1, _numbers([]), zero)
     heads = kernel_heads(AttentionOptions(None, None, None), 1)
     with cores() as threads:
-        row_attention.attend(one, one, one, one[None].repeat(2, 0), seen, heads, threads)
+        if isinstance(kv, IntegerKV):
+            one = np.ones((1, 1, 1), np.float32)
+            own = IntegerKV(1, layers=1, kv_heads=1, head_dim=1)
+            block_attention.attend(one, one, one, of_layer(own.blocks, 0), seen, heads, threads)
+        else:
+            one = torch.ones(1, 1, 1, dtype=kv.layers[0].dtype).numpy()
+            row_attention.attend(one, one, one, one[None].repeat(2, 0), seen, heads, threads)
 
 
 def plan_step(batch: Sequence[Rows]) -> RowStablePlan:

@@ -14,8 +14,9 @@ from langchain_card.runtime.cpu.compiled import Array, row_wise
 
 BLOCK = 64  # features rotated together; `int8.ROTATED_BLOCK`
 
-_ONE, _TINY, _HALF = np.float32(1.0), np.float32(1e-30), np.float32(0.5)
-_ROOT = np.float32(1 / 8)  # of BLOCK: the butterflies below leave each block 8 times too large
+_ONE: np.float32 = np.float32(1.0)
+_TINY, _HALF = np.float32(1e-30), np.float32(0.5)
+_ROOT: np.float32 = np.float32(1 / 8)  # of BLOCK: the butterflies below leave each block 8 times too large
 _LOG2_E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _EXP = tuple(np.float32(c) for c in (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5))
 _EXP_LIMIT = np.float32(87.0)
@@ -35,20 +36,27 @@ def _largest_magnitude(bits: Any) -> np.float32:
 
 
 @row_wise
+def rotate_row(row: Array) -> np.float32:
+    """Rotate whole blocks in place, up to a factor; return the factor. Other rows stay as they are."""
+    if len(row) % BLOCK:
+        return _ONE
+    half, other = BLOCK // 2, np.empty(BLOCK, dtype=np.float32)
+    for start in range(len(row) // BLOCK):
+        own = row[start * BLOCK : start * BLOCK + BLOCK]
+        for _ in range(3):  # six times sums and differences of neighbours, to the two halves: all pairs have met
+            for i in range(half):
+                other[i] = own[2 * i] + own[2 * i + 1]
+                other[half + i] = own[2 * i] - own[2 * i + 1]
+            for i in range(half):
+                own[i] = other[2 * i] + other[2 * i + 1]
+                own[half + i] = other[2 * i] - other[2 * i + 1]
+    return _ROOT
+
+
+@row_wise
 def scale_row(row: Array) -> np.float32:
     """Rotate whole blocks and divide by the largest magnitude, in place; return the scale."""
-    factor, half = _ONE, BLOCK // 2
-    if len(row) % BLOCK == 0:
-        factor, other = _ROOT, np.empty(BLOCK, dtype=np.float32)
-        for start in range(len(row) // BLOCK):
-            own = row[start * BLOCK : start * BLOCK + BLOCK]
-            for _ in range(3):  # six times sums and differences of neighbours, to the two halves: all pairs have met
-                for i in range(half):
-                    other[i] = own[2 * i] + own[2 * i + 1]
-                    other[half + i] = own[2 * i] - own[2 * i + 1]
-                for i in range(half):
-                    own[i] = other[2 * i] + other[2 * i + 1]
-                    own[half + i] = other[2 * i] - other[2 * i + 1]
+    factor = rotate_row(row)
     largest = max(_largest_magnitude(row.view(np.int32)), _TINY)
     shrink = _ONE / largest
     for i in range(len(row)):

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from langchain_card.runtime.cpu import block_attention, row_attention
 from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled, row_wise
+from langchain_card.runtime.cpu.integer_kv import Blocks, of_layer
 from langchain_card.runtime.cpu.integer_matmul import Levels, Sums, Weights, empty_levels, multiply, one, set_levels
-from langchain_card.runtime.cpu.row_attention import Heads, Seen, attend
+from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import gate_row, norm_row, scale_row, split_heads
 
 
@@ -51,8 +53,20 @@ class Stack(NamedTuple):
     num_kv_heads: int
 
 
+class KV(NamedTuple):
+    """Keys and values of all layers, in one of two forms; the arrays of the other are empty.
+
+    Attributes:
+        floats: [layers, 2, kv_heads, slots, head_dim].
+        blocks: integers.
+    """
+
+    floats: Array
+    blocks: Blocks
+
+
 @compiled()
-def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: Array, seen: Seen, threads: int) -> None:
+def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, threads: int) -> None:
     """Run all layers.
 
     Args:
@@ -60,7 +74,7 @@ def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: Array, seen: Seen
         stack: the model's layers.
         cos: [rows, head_dim], cosines of the rows' positions.
         sin: [rows, head_dim], sines of the rows' positions.
-        kv: [layers, 2, kv_heads, slots, head_dim].
+        kv: keys and values.
         seen: slots of the rows.
         threads: a result of `compiled.cores`.
     """
@@ -74,9 +88,12 @@ def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: Array, seen: Seen
             stack.head_eps[i], q, k, v, threads,
         )  # fmt: skip
         wanted = Heads(stack.windows[i], stack.scalings[i], stack.softcaps[i])
-        attended = attend(q, k, v, kv[i], seen, wanted, threads).reshape(rows, -1)
+        if len(kv.floats):
+            attended = row_attention.attend(q, k, v, kv.floats[i], seen, wanted, threads)
+        else:
+            attended = block_attention.attend(q, k, v, of_layer(kv.blocks, i), seen, wanted, threads)
         rest(
-            x, attended, one(stack.out, i), stack.norms[i, 1], stack.eps[i, 1], one(stack.gate_up, i),
+            x, attended.reshape(rows, -1), one(stack.out, i), stack.norms[i, 1], stack.eps[i, 1], one(stack.gate_up, i),
             one(stack.down, i), threads,
         )  # fmt: skip
 

@@ -112,6 +112,7 @@ def test_no_memory_for_the_weights(config: EngineConfig, monkeypatch: pytest.Mon
             execution="",
             num_threads=1,
             target_folder="",
+            context=0,
         )  # type: ignore[arg-type]
 
 

@@ -1,0 +1,286 @@
+"""Attention over integer keys and values in blocks of positions, compiled by numba; see `integer_kv`.
+
+Each block of keys and values is read once for all rows of a tile and all heads of their group, while it lies in the
+cache. Scores and mixtures are integer products of the kernel that multiplies weights. The softmax runs along the blocks
+in the order of their positions (arXiv 2112.05682), and the chances of a block are rounded to levels of their own.
+
+A row's bits depend on its query and on the keys and values that it sees, by their absolute positions: not on the rows
+beside it, nor on where its path lies. Positions on the path are gathered into blocks of the row's own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from langchain_card.runtime.cpu.compiled import Array, compiled, row_wise
+from langchain_card.runtime.cpu.integer_kv import (
+    BLOCK,
+    Blocks,
+    empty_block,
+    gather,
+    of_block,
+    round_query,
+    write,
+)
+from langchain_card.runtime.cpu.integer_matmul import BYTE_OFFSET, Levels, Sums
+from langchain_card.runtime.cpu.matmul_kernel import BLOCK as MAX_HEADS
+from langchain_card.runtime.cpu.matmul_kernel import TILE, wide_tile
+from langchain_card.runtime.cpu.row_attention import Heads, Seen
+from langchain_card.runtime.cpu.row_kernels import rotate_row
+from langchain_card.runtime.cpu.softmax_kernel import LOWEST, chances
+
+ROW_TILE = 32
+"""Rows of one sequence that share a block of keys and values while it lies in the cache."""
+
+
+class _Queries(NamedTuple):
+    """Queries as the kernel reads them. The heads of a group are split into parts of at most `MAX_HEADS`.
+
+    Attributes:
+        levels: int8 [rows, kv_heads, group x 2 x width]; each part is [2 x width / 4, heads of the part, 4]: the same
+            levels for the high bytes of keys and for the low ones.
+        begin: int32 [rows, kv_heads, group, 2], starts of the sums.
+        scales: float32 [rows, kv_heads, group], value of one level.
+    """
+
+    levels: Levels
+    begin: Sums
+    scales: Array
+
+
+class _Softmax(NamedTuple):
+    """The state of softmax and mixture of one row and one part of a group, along the blocks.
+
+    Attributes:
+        top: [heads] largest score.
+        total: [heads] sum of the exponentials, relative to that.
+        mixed: [heads, width] sum of the values, weighted by them.
+    """
+
+    top: Array
+    total: Array
+    mixed: Array
+
+
+class _Scratch(NamedTuple):
+    """Scratch for a block and the heads of a part.
+
+    Attributes:
+        scores: [heads, BLOCK].
+        levels: int32 [BLOCK / 4, heads] four levels of chances each.
+        begin: int32 [heads] starts of the sums.
+        change: [heads] factor of what was summed before.
+        weight: [heads] value of one level.
+        product: [heads, width].
+        ones: [TILE].
+        block: a row's own block.
+    """
+
+    scores: Array
+    levels: Sums
+    begin: Sums
+    change: Array
+    weight: Array
+    product: Array
+    ones: Array
+    block: Blocks
+
+
+@compiled()
+def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, threads: int) -> Array:
+    """Write rows' keys and values, and attend, each row over the positions that it sees.
+
+    Args:
+        q: [rows, heads, head_dim].
+        k: [rows, kv_heads, head_dim].
+        v: [rows, kv_heads, head_dim].
+        kv: of one layer.
+        seen: slots of the rows; each sequence's first slot begins a block.
+        heads: options of the layer.
+        threads: a result of `compiled.cores`.
+
+    Returns:
+        [rows, heads, head_dim].
+    """
+    rows, kv_heads = k.shape[:2]
+    group = q.shape[1] // kv_heads
+    width = kv.values.shape[2] // BLOCK
+    queries = _Queries(
+        np.empty((rows, kv_heads, group * 2 * width), np.int8),
+        np.empty((rows, kv_heads, group, 2), np.int32),
+        np.empty((rows, kv_heads, group), np.float32),
+    )
+    out = np.empty_like(q)
+    if threads == 1:
+        _prepare(q, k, v, kv, seen, queries, 0, rows)
+        _attend(queries, kv, seen, heads, out, 0, 1)
+    else:
+        _attend_together(q, k, v, kv, seen, heads, queries, out, threads)
+    return out
+
+
+@compiled(parallel=True)
+def _attend_together(
+    q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, queries: _Queries, out: Array, threads: int
+) -> None:
+    for i in numba.prange(threads):
+        thread = np.int64(i)
+        _prepare(q, k, v, kv, seen, queries, len(q) * thread // threads, len(q) * (thread + 1) // threads)
+    for j in numba.prange(threads):
+        _attend(queries, kv, seen, heads, out, np.int64(j), threads)
+
+
+@compiled()
+def _prepare(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, queries: _Queries, begin: int, end: int) -> None:
+    """Write the keys and values of the rows from `begin` to `end`, and round their queries."""
+    write(k, v, kv, seen.slots, begin, end)
+    kv_heads, size = k.shape[1:]
+    group, width = q.shape[1] // kv_heads, kv.values.shape[2] // BLOCK
+    row, levels = np.empty(size, np.float32), np.zeros(width, np.int8)
+    fours = levels.view(np.int32)
+    for n in range(begin, end):
+        for h in range(kv_heads):
+            own = queries.levels[n, h].view(np.int32)
+            for part in range(_num_parts(group)):
+                first, last = _part(group, part)
+                heads = last - first
+                for g in range(first, last):
+                    queries.scales[n, h, g] = round_query(q[n, h * group + g], row, levels)
+                    total = np.int32(0)
+                    for i in range(width):
+                        total += np.int32(levels[i])
+                    queries.begin[n, h, g] = -BYTE_OFFSET * total
+                    place = own[first * 2 * len(fours) + g - first :]
+                    for i in range(len(fours)):
+                        place[i * heads] = place[(len(fours) + i) * heads] = fours[i]
+
+
+@compiled()
+def _num_parts(group: int) -> int:
+    return (group + MAX_HEADS - 1) // MAX_HEADS
+
+
+@compiled()
+def _part(group: int, part: int) -> tuple[int, int]:
+    """Return the first head of a part, and the one after its last."""
+    parts = _num_parts(group)
+    return group * part // parts, group * (part + 1) // parts
+
+
+@compiled()
+def _attend(queries: _Queries, kv: Blocks, seen: Seen, heads: Heads, out: Array, thread: int, threads: int) -> None:
+    """Attend for a thread's share of the tiles of rows, heads of keys and values, and parts of their groups."""
+    rows, kv_heads, group = queries.scales.shape
+    largest = max(1, min(ROW_TILE, rows * kv_heads // threads))
+    unit, begin = 0, 0
+    while begin < rows:
+        end = begin + 1
+        while end < rows and end < begin + largest and seen.first[end] == seen.first[begin]:
+            end += 1
+        for h in range(kv_heads):
+            for part in range(_num_parts(group)):
+                if unit % threads == thread:
+                    _attend_tile(queries, kv, seen, heads, out, begin, end, h, part)
+                unit += 1
+        begin = end
+
+
+@compiled()
+def _attend_tile(
+    queries: _Queries, kv: Blocks, seen: Seen, heads: Heads, out: Array, begin: int, end: int, h: int, part: int
+) -> None:
+    """Attend for rows of one sequence, from `begin` to `end`, and a part of a group."""
+    group, size, width = queries.scales.shape[2], out.shape[2], kv.values.shape[2] // BLOCK
+    first_head, last_head = _part(group, part)
+    count = last_head - first_head
+    scaling, cap = np.float32(heads.scaling), np.float32(heads.softcap)
+    scratch = _Scratch(
+        np.empty((count, BLOCK), np.float32),
+        np.empty((BLOCK // 4, count), np.int32), np.empty(count, np.int32), np.empty(count, np.float32),
+        np.empty(count, np.float32), np.empty((count, width), np.float32), np.ones(TILE, np.float32),
+        empty_block(width),
+    )  # fmt: skip
+    top = np.full((end - begin, count), np.float32(LOWEST))
+    total = np.zeros((end - begin, count), np.float32)
+    mixed = np.zeros((end - begin, count, width), np.float32)
+    low, high = _extent(seen, heads, begin)
+    for n in range(begin + 1, end):
+        own_low, own_high = _extent(seen, heads, n)
+        low, high = min(low, own_low), max(high, own_high)
+    block = seen.first[begin] // BLOCK
+    for b in range(low // BLOCK, (high - 1) // BLOCK + 1):
+        shared = of_block(kv, h, block + b)
+        for n in range(begin, end):
+            own_low, own_high = _extent(seen, heads, n)
+            own_low, own_high = max(own_low - b * BLOCK, 0), min(own_high - b * BLOCK, BLOCK)
+            if own_low >= own_high:
+                continue
+            own, committed = shared, seen.starts[n] - b * BLOCK
+            if committed < own_high:
+                path = seen.paths[seen.ends[n - 1] if n else 0 : seen.ends[n]]
+                gather(kv, h, (block + b) * BLOCK, committed, path, scratch.block)
+                own = scratch.block
+            levels = queries.levels[n, h, first_head * 2 * width :].ctypes.data
+            starts, turns = queries.begin[n, h, first_head:].ctypes.data, width // 4
+            for t in range(BLOCK // TILE):
+                wide_tile(
+                    count, levels, starts, own.keys[t * TILE * 2 * width :].ctypes.data,
+                    own.key_scales[t * 2 * TILE :].ctypes.data, 2, turns, scratch.scores.ctypes.data + t * TILE * 4,
+                    BLOCK,
+                )  # fmt: skip
+            state = _Softmax(top[n - begin], total[n - begin], mixed[n - begin])
+            factors = queries.scales[n, h, first_head:]
+            if cap > 0:
+                _cap(scratch.scores, factors, scaling, cap)
+            for g in range(count):
+                chances(
+                    scratch.scores[g].ctypes.data, np.float32(1) if cap > 0 else factors[g] * scaling, own_low,
+                    own_high, own.value_scales.ctypes.data, state.top[g:].ctypes.data, state.total[g:].ctypes.data,
+                    scratch.levels[0, g:].ctypes.data, count, scratch.begin[g:].ctypes.data,
+                    scratch.change[g:].ctypes.data, scratch.weight[g:].ctypes.data,
+                )  # fmt: skip
+            for t in range(width // TILE):
+                wide_tile(
+                    count, scratch.levels.ctypes.data, scratch.begin.ctypes.data,
+                    own.values[t * TILE * BLOCK :].ctypes.data, scratch.ones.ctypes.data, 1, BLOCK // 4,
+                    scratch.product.ctypes.data + t * TILE * 4, width,
+                )  # fmt: skip
+            _add(scratch, state)
+    for n in range(begin, end):
+        for g in range(count):
+            own = out[n, h * group + first_head + g]
+            own[:] = mixed[n - begin, g, :size]
+            share = rotate_row(own) / total[n - begin, g]
+            for i in range(size):
+                own[i] *= share
+
+
+@compiled()
+def _extent(seen: Seen, heads: Heads, n: int) -> tuple[int, int]:
+    """Return the first position that a row sees, and the one after its last."""
+    total = seen.starts[n] + seen.ends[n] - (seen.ends[n - 1] if n else 0)
+    return max(total - heads.window, 0), total
+
+
+@row_wise
+def _cap(scores: Array, factors: Array, scaling: np.float32, cap: np.float32) -> None:
+    """Bound scores, and leave them so that the factors need no scaling."""
+    for g in range(len(scores)):
+        own, factor = scores[g], factors[g] * scaling
+        for j in range(BLOCK):
+            own[j] = np.tanh(own[j] * factor / cap) * cap
+
+
+@row_wise
+def _add(scratch: _Scratch, state: _Softmax) -> None:
+    """Add a block's mixture."""
+    for g in range(len(state.top)):
+        mixed, product = state.mixed[g], scratch.product[g]
+        if scratch.change[g] != 1:
+            for i in range(len(mixed)):
+                mixed[i] *= scratch.change[g]
+        for i in range(len(mixed)):
+            mixed[i] += product[i] * scratch.weight[g]

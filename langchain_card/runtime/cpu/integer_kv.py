@@ -1,0 +1,233 @@
+"""Keys and values as integers, in blocks of slots that the integer kernel multiplies where they lie.
+
+A key or a value of one head is rotated and divided by its largest magnitude (`row_kernels.scale_row`), and rounded: a
+value to 8 bits, a key to 16. Keys are what scores are made of, and some models add the same large vector to all of
+them (docs/LOG.md, 2026-11-25). A key's bytes are multiplied as two groups with scales of their own, the high bytes and
+the low ones. Bytes are stored with an offset, like weights (`integer_matmul`). So the blocks of a head are matrices:
+
+```
+keys    [BLOCK / 32][2 x width / 4][32 slots][4 features]     times a query: its scores with the block's keys
+values  [width / 32][BLOCK / 4][32 features][4 slots]         times chances: their mixture of the block's values
+```
+
+The width is head_dim, padded to whole tiles of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numba
+import numpy as np
+import torch
+
+from langchain_card.runtime.cpu.compiled import Array, Slots, compiled, cores, row_wise
+from langchain_card.runtime.cpu.integer_matmul import BYTE_OFFSET, Levels
+from langchain_card.runtime.cpu.matmul_kernel import TILE
+from langchain_card.runtime.cpu.row_kernels import scale_row
+from langchain_card.runtime.kv_cache import zeros
+
+BLOCK = 64
+LEVELS = np.float32(127)
+
+_HIGH = 256
+_KEY_LEVELS = np.float32(127 * 257)
+
+Block: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Blocks(NamedTuple):
+    """Keys and values of all layers; without the first axis those of one layer.
+
+    Attributes:
+        keys: uint8 [layers, kv_heads, blocks, BLOCK x 2 x width].
+        key_scales: float32 [layers, kv_heads, blocks, BLOCK / 32 x 2 x 32], of high and of low bytes.
+        values: uint8 [layers, kv_heads, blocks, BLOCK x width].
+        value_scales: float32 [layers, kv_heads, blocks, BLOCK].
+    """
+
+    keys: Block
+    key_scales: Array
+    values: Block
+    value_scales: Array
+
+
+@compiled()
+def of_layer(kv: Blocks, layer: int) -> Blocks:
+    """Return one layer's keys and values, as a view."""
+    return Blocks(kv.keys[layer], kv.key_scales[layer], kv.values[layer], kv.value_scales[layer])
+
+
+@compiled()
+def of_block(kv: Blocks, head: int, block: int) -> Blocks:
+    """Return one block of a layer and a head, as a view."""
+    return Blocks(
+        kv.keys[head, block], kv.key_scales[head, block], kv.values[head, block], kv.value_scales[head, block]
+    )
+
+
+@compiled()
+def empty_block(width: int) -> Blocks:
+    """Allocate a block that belongs to no slots."""
+    return Blocks(
+        np.zeros(BLOCK * 2 * width, np.uint8), np.zeros(BLOCK * 2, np.float32),
+        np.zeros(BLOCK * width, np.uint8), np.zeros(BLOCK, np.float32),
+    )  # fmt: skip
+
+
+@row_wise
+def round_query(x: Array, row: Array, levels: Levels) -> np.float32:
+    """Rotate a vector of a head and round it to 127 levels on either side of zero; return the value of one level.
+
+    Args:
+        x: [head_dim].
+        row: [head_dim], scratch.
+        levels: [width], output; what lies beyond head_dim stays as it is.
+    """
+    row[:] = x
+    scale = scale_row(row)
+    for i in range(len(row)):
+        levels[i] = np.int8(np.rint(row[i] * LEVELS))
+    one_level: np.float32 = scale / LEVELS
+    return one_level
+
+
+@row_wise
+def _round_key(x: Array, row: Array, stored: Block) -> np.float32:
+    """Round a key to bytes [2 x width], high ones first; return the value of one level of the low ones."""
+    row[:] = x
+    scale, width = scale_row(row), len(stored) // 2
+    for i in range(len(row)):
+        level = np.int32(np.rint(row[i] * _KEY_LEVELS))
+        high = (level + _HIGH // 2) >> 8
+        stored[i] = np.uint8(high + BYTE_OFFSET)
+        stored[width + i] = np.uint8(level - high * _HIGH + BYTE_OFFSET)
+    one_level: np.float32 = scale / _KEY_LEVELS
+    return one_level
+
+
+@compiled()
+def write(k: Array, v: Array, kv: Blocks, slots: Slots, begin: int, end: int) -> None:
+    """Write the keys and values of the rows from `begin` to `end` to their slots.
+
+    Args:
+        k: [rows, kv_heads, head_dim].
+        v: [rows, kv_heads, head_dim].
+        kv: of one layer.
+        slots: [rows].
+        begin: first row.
+        end: row after the last.
+    """
+    width = kv.values.shape[2] // BLOCK
+    row, key = np.empty(k.shape[2], np.float32), np.full(2 * width, BYTE_OFFSET, np.uint8)
+    levels, value = np.zeros(width, np.int8), np.empty(width, np.uint8)
+    for n in range(begin, end):
+        block, place = slots[n] // BLOCK, slots[n] % BLOCK
+        for h in range(k.shape[1]):
+            own = of_block(kv, h, block)
+            low = _round_key(k[n, h], row, key)
+            _put_key(key, own.keys, place)
+            tile = own.key_scales[place // TILE * 2 * TILE + place % TILE :]
+            tile[0], tile[TILE] = low * np.float32(_HIGH), low
+            own.value_scales[place] = round_query(v[n, h], row, levels)
+            for i in range(width):
+                value[i] = np.uint8(levels[i] + BYTE_OFFSET)
+            _put_value(value, own.values, place)
+
+
+@compiled()
+def _put_key(stored: Block, block: Block, place: int) -> None:
+    """Lay a key's bytes into their place in a block."""
+    fours, own = stored.view(np.uint32), block.view(np.uint32)[place // TILE * len(stored) // 4 * TILE + place % TILE :]
+    for i in range(len(fours)):
+        own[i * TILE] = fours[i]
+
+
+@compiled()
+def _put_value(stored: Block, block: Block, place: int) -> None:
+    """Lay a value's bytes into their place in a block."""
+    own = block[place // 4 * TILE * 4 + place % 4 :]
+    for i in range(len(stored)):
+        own[i // TILE * TILE * BLOCK + i % TILE * 4] = stored[i]
+
+
+@compiled()
+def _move(source: Blocks, place: int, target: Blocks, target_place: int) -> None:
+    """Copy what lies in a place of a block to a place of another one."""
+    size = len(source.keys) // BLOCK
+    fours = source.keys.view(np.uint32)[place // TILE * size // 4 * TILE + place % TILE :]
+    own = target.keys.view(np.uint32)[target_place // TILE * size // 4 * TILE + target_place % TILE :]
+    for i in range(size // 4):
+        own[i * TILE] = fours[i * TILE]
+    scales = source.key_scales[place // TILE * 2 * TILE + place % TILE :]
+    own_scales = target.key_scales[target_place // TILE * 2 * TILE + target_place % TILE :]
+    own_scales[0], own_scales[TILE] = scales[0], scales[TILE]
+    bytes_ = source.values[place // 4 * TILE * 4 + place % 4 :]
+    own_bytes = target.values[target_place // 4 * TILE * 4 + target_place % 4 :]
+    for i in range(len(source.values) // BLOCK):
+        at = i // TILE * TILE * BLOCK + i % TILE * 4
+        own_bytes[at] = bytes_[at]
+    target.value_scales[target_place] = source.value_scales[place]
+
+
+@compiled()
+def gather(kv: Blocks, head: int, first: int, committed: int, path: Slots, out: Blocks) -> None:
+    """Build the block of a row's own: its last committed slots, and its path after them.
+
+    Args:
+        kv: of one layer.
+        head: a head of keys and values.
+        first: slot of the block's first position, in whole blocks.
+        committed: number of the block's positions that are committed; possibly negative.
+        path: slots of the positions after them; those outside the block are left out.
+        out: a block.
+    """
+    if committed > 0:
+        source = of_block(kv, head, first // BLOCK)
+        out.keys[:], out.key_scales[:] = source.keys, source.key_scales
+        out.values[:], out.value_scales[:] = source.values, source.value_scales
+    for i in range(max(0, -committed), min(len(path), BLOCK - committed)):
+        _move(of_block(kv, head, path[i] // BLOCK), path[i] % BLOCK, out, committed + i)
+
+
+@compiled()
+def _copy(kv: Blocks, sources: Slots, start: int, layer: int) -> None:
+    own = of_layer(kv, layer)
+    for i in range(len(sources)):
+        for h in range(len(own.keys)):
+            source, target = of_block(own, h, sources[i] // BLOCK), of_block(own, h, (start + i) // BLOCK)
+            _move(source, sources[i] % BLOCK, target, (start + i) % BLOCK)
+
+
+@compiled(parallel=True)
+def _copy_together(kv: Blocks, sources: Slots, start: int) -> None:
+    for layer in numba.prange(len(kv.keys)):
+        _copy(kv, sources, start, np.int64(layer))
+
+
+class IntegerKV:
+    """Storage of a pool (`kv_cache.KVStorage`).
+
+    Args:
+        num_slots: number of slots.
+        layers, kv_heads, head_dim: shape of keys and values.
+
+    Attributes:
+        blocks: keys and values of all layers.
+    """
+
+    def __init__(self, num_slots: int, *, layers: int, kv_heads: int, head_dim: int) -> None:
+        shape, size = (layers, kv_heads, -(-num_slots // BLOCK)), BLOCK * -(-head_dim // TILE) * TILE
+        parts = [(2 * size, torch.uint8), (2 * BLOCK, torch.float32), (size, torch.uint8), (BLOCK, torch.float32)]
+        self.blocks = Blocks(*(zeros((*shape, n), kind, torch.device("cpu")).numpy() for n, kind in parts))
+
+    def copy(self, sources: Sequence[int], start: int) -> None:
+        """Copy slots, in all layers, to those from `start` on, in order; none may be read after it was written."""
+        slots = np.array(sources, np.int64)
+        with cores() as threads:
+            if threads > 1 and len(sources) > BLOCK:
+                _copy_together(self.blocks, slots, start)
+            else:
+                for layer in range(len(self.blocks.keys)):
+                    _copy(self.blocks, slots, start, layer)

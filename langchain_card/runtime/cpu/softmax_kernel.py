@@ -1,0 +1,143 @@
+"""One block of the softmax of `block_attention` in LLVM's vector operations: scores become levels of chances.
+
+The 64 scores of a query lie in four registers from the first step to the last. Sums and maxima are taken in one order,
+so that a query's bits depend on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from langchain_card.runtime.cpu.integer_matmul import BYTE_OFFSET
+from langchain_card.runtime.cpu.matmul_kernel import LANES, Builder, own_function
+
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _WORDS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I8))
+_PARTS = 4
+"""Registers of a block of 64."""
+
+_LEVELS, _TINY, LOWEST = 127.0, 1e-30, -1e30
+_EXP_LIMIT = -87.0
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+_SERIES = (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5)
+_DITHER = [(int(f"{place:06b}"[::-1], 2) + 0.5) / 64 for place in range(LANES * _PARTS)]
+"""Added before chances are rounded down, by their place in the block. Small chances, which are many, would be lost
+together if each were rounded to the nearest level (docs/LOG.md, 2026-11-25)."""
+
+
+def _all(number: float) -> Any:
+    return _FLOATS([number] * LANES)
+
+
+class _Vectors(Builder):
+    """Shorthands for vectors of floats."""
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return self.call("llvm.fma.v16f32", _FLOATS, x, y, z)
+
+    def larger(self, x: Any, y: Any) -> Any:
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def fold(self, parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
+        """Join four vectors to one number, in a fixed order."""
+        whole = join(join(parts[0], parts[1]), join(parts[2], parts[3]))
+        for half in (8, 4, 2, 1):
+            lanes = _WORDS([(lane + half) % LANES for lane in range(LANES)])
+            whole = join(whole, self.b.shuffle_vector(whole, whole, lanes))
+        return self.b.extract_element(whole, _I32(0))
+
+    def spread(self, number: Any) -> Any:
+        """Copy a float to all lanes."""
+        nothing = ir.Constant(_FLOATS, ir.Undefined)
+        return self.b.shuffle_vector(self.b.insert_element(nothing, number, _I32(0)), nothing, _WORDS([0] * LANES))
+
+    def exp(self, x: Any) -> Any:
+        """Exponentiate floats up to 87, by Cephes' series, as `row_kernels.exp` does."""
+        x = self.larger(x, _all(_EXP_LIMIT))
+        k = self.call("llvm.floor.v16f32", _FLOATS, self.fma(x, _all(_LOG2_E), _all(0.5)))
+        x = self.fma(k, _all(-_LN2_LOW), self.fma(k, _all(-_LN2_HIGH), x))
+        series = _all(_SERIES[0])
+        for coefficient in _SERIES[1:]:
+            series = self.fma(series, x, _all(coefficient))
+        rest = self.fma(self.b.fmul(series, x), x, self.b.fadd(x, _all(1.0)))
+        power = self.b.shl(self.b.add(self.b.fptosi(k, _WORDS), _WORDS([127] * LANES)), _WORDS([23] * LANES))
+        return self.b.fmul(rest, self.b.bitcast(power, _FLOATS))
+
+
+def _query(b: Any, args: Any) -> None:
+    """Turn the scores of one query into chances."""
+    scores, factor, low, high, value_scales, top, total, levels, stride, begin, change, weight = args
+    v = _Vectors(b)
+    at = [_WORDS([LANES * part + lane for lane in range(LANES)]) for part in range(_PARTS)]
+    first, end = (v.everywhere(b.trunc(number, _I32)) for number in (low, high))
+    seen = [b.and_(b.icmp_signed(">=", place, first), b.icmp_signed("<", place, end)) for place in at]
+    all_factors = v.spread(factor)
+    own = [b.fmul(v.load(scores, _I64(part), 64, _FLOATS), all_factors) for part in range(_PARTS)]
+    own = [b.select(mask, x, _all(LOWEST)) for mask, x in zip(seen, own, strict=True)]
+
+    before = v.load(top, _I64(0), 4, _F32)
+    best = v.larger(before, v.fold(own, v.larger))
+    b.store(best, v.pointer(top, _I64(0), 4, _F32), align=4)
+    best = v.spread(best)
+    own = [b.select(mask, v.exp(b.fsub(x, best)), _all(0.0)) for mask, x in zip(seen, own, strict=True)]
+    shrunk = b.extract_element(v.exp(b.fsub(v.spread(before), best)), _I32(0))
+    b.store(shrunk, v.pointer(change, _I64(0), 4, _F32), align=4)
+    summed = b.fadd(b.fmul(v.load(total, _I64(0), 4, _F32), shrunk), v.fold(own, b.fadd))
+    b.store(summed, v.pointer(total, _I64(0), 4, _F32), align=4)
+
+    own = [b.fmul(x, v.load(value_scales, _I64(part), 64, _FLOATS)) for part, x in enumerate(own)]
+    largest = v.larger(v.fold(own, v.larger), _F32(_TINY))
+    b.store(b.fdiv(largest, _F32(_LEVELS)), v.pointer(weight, _I64(0), 4, _F32), align=4)
+    grow, counts = v.spread(b.fdiv(_F32(_LEVELS), largest)), list[Any]()
+    for part, x in enumerate(own):
+        dither = _FLOATS(_DITHER[LANES * part : LANES * (part + 1)])
+        rounded = b.fptosi(v.fma(x, grow, dither), _WORDS)  # none is negative: this rounds down
+        counts.append(rounded)
+        fours = b.bitcast(b.trunc(rounded, _BYTES), ir.VectorType(_I32, LANES // 4))
+        for i in range(LANES // 4):
+            place = b.mul(stride, _I64(part * LANES // 4 + i))
+            b.store(b.extract_element(fours, _I32(i)), v.pointer(levels, place, 4, _I32), align=4)
+    start = b.mul(v.fold(counts, b.add), _I32(-BYTE_OFFSET))
+    b.store(start, v.pointer(begin, _I64(0), 4, _I32), align=4)
+
+
+def _kernel() -> Any:
+    @intrinsic
+    def chances(
+        context: Any, scores: Any, factor: Any, low: Any, high: Any, value_scales: Any, top: Any, total: Any,
+        levels: Any, stride: Any, begin: Any, change: Any, weight: Any,
+    ) -> Any:  # fmt: skip
+        """Turn a block's scores into levels of chances, and bring the softmax up to date.
+
+        Args:
+            context: numba's.
+            scores: address of 64 floats.
+            factor: float32 that scores are multiplied with.
+            low: first place of the block that is seen.
+            high: the place after the last that is seen.
+            value_scales: address of 64 floats: a level of each of the block's values.
+            top: address of the largest score so far.
+            total: address of the sum of exponentials, relative to it.
+            levels: address of the chances: 127 levels of the largest one, weighted by its value's scale.
+            stride: number of int32 between one four of levels and the next.
+            begin: address of the int32 from which sums of the levels' products start.
+            change: address of the factor for what was summed before.
+            weight: address of the value of a level.
+        """
+
+        def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            function = own_function(b.module, "chances", [arg.type for arg in args], _query)
+            b.call(function, args)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.float32, *(types.int64,) * 10), generate
+
+    return chances
+
+
+chances = _kernel()
