@@ -43,26 +43,12 @@ class _Queries(NamedTuple):
         levels: int8 [rows, kv_heads, group x 2 x width]; each part is [2 x width / 4, heads of the part, 4]: the same
             levels for the high bytes of keys and for the low ones.
         begin: int32 [rows, kv_heads, group, 2], starts of the sums.
-        scales: float32 [rows, kv_heads, group], value of one level.
+        scales: float32 [rows, kv_heads, group], value of one level, times the layer's scaling.
     """
 
     levels: Levels
     begin: Sums
     scales: Array
-
-
-class _Softmax(NamedTuple):
-    """The state of softmax and mixture of one row and one part of a group, along the blocks.
-
-    Attributes:
-        top: [heads] largest score.
-        total: [heads] sum of the exponentials, relative to that.
-        mixed: [heads, width] sum of the values, weighted by them.
-    """
-
-    top: Array
-    total: Array
-    mixed: Array
 
 
 class _Scratch(NamedTuple):
@@ -72,20 +58,20 @@ class _Scratch(NamedTuple):
         scores: [heads, BLOCK].
         levels: int32 [BLOCK / 4, heads] four levels of chances each.
         begin: int32 [heads] starts of the sums.
+        ones: [TILE].
         change: [heads] factor of what was summed before.
         weight: [heads] value of one level.
         product: [heads, width].
-        ones: [TILE].
         block: a row's own block.
     """
 
     scores: Array
     levels: Sums
     begin: Sums
+    ones: Array
     change: Array
     weight: Array
     product: Array
-    ones: Array
     block: Blocks
 
 
@@ -115,7 +101,7 @@ def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, t
     )
     out = np.empty_like(q)
     if threads == 1:
-        _prepare(q, k, v, kv, seen, queries, 0, rows)
+        _prepare(q, k, v, kv, seen, heads, queries, 0, rows)
         _attend(queries, kv, seen, heads, out, 0, 1)
     else:
         _attend_together(q, k, v, kv, seen, heads, queries, out, threads)
@@ -128,13 +114,15 @@ def _attend_together(
 ) -> None:
     for i in numba.prange(threads):
         thread = np.int64(i)
-        _prepare(q, k, v, kv, seen, queries, len(q) * thread // threads, len(q) * (thread + 1) // threads)
+        _prepare(q, k, v, kv, seen, heads, queries, len(q) * thread // threads, len(q) * (thread + 1) // threads)
     for j in numba.prange(threads):
         _attend(queries, kv, seen, heads, out, np.int64(j), threads)
 
 
 @compiled()
-def _prepare(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, queries: _Queries, begin: int, end: int) -> None:
+def _prepare(
+    q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, queries: _Queries, begin: int, end: int
+) -> None:
     """Write the keys and values of the rows from `begin` to `end`, and round their queries."""
     write(k, v, kv, seen.slots, begin, end)
     kv_heads, size = k.shape[1:]
@@ -146,16 +134,16 @@ def _prepare(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, queries: _Que
             own = queries.levels[n, h].view(np.int32)
             for part in range(_num_parts(group)):
                 first, last = _part(group, part)
-                heads = last - first
+                count = last - first
                 for g in range(first, last):
-                    queries.scales[n, h, g] = round_query(q[n, h * group + g], row, levels)
+                    queries.scales[n, h, g] = round_query(q[n, h * group + g], row, levels) * np.float32(heads.scaling)
                     total = np.int32(0)
                     for i in range(width):
                         total += np.int32(levels[i])
                     queries.begin[n, h, g] = -BYTE_OFFSET * total
                     place = own[first * 2 * len(fours) + g - first :]
                     for i in range(len(fours)):
-                        place[i * heads] = place[(len(fours) + i) * heads] = fours[i]
+                        place[i * count] = place[(len(fours) + i) * count] = fours[i]
 
 
 @compiled()
@@ -195,14 +183,16 @@ def _attend_tile(
     """Attend for rows of one sequence, from `begin` to `end`, and a part of a group."""
     group, size, width = queries.scales.shape[2], out.shape[2], kv.values.shape[2] // BLOCK
     first_head, last_head = _part(group, part)
-    count = last_head - first_head
-    scaling, cap = np.float32(heads.scaling), np.float32(heads.softcap)
+    count, turns, cap = last_head - first_head, width // 4, np.float32(heads.softcap)
     scratch = _Scratch(
         np.empty((count, BLOCK), np.float32),
-        np.empty((BLOCK // 4, count), np.int32), np.empty(count, np.int32), np.empty(count, np.float32),
-        np.empty(count, np.float32), np.empty((count, width), np.float32), np.ones(TILE, np.float32),
+        np.empty((BLOCK // 4, count), np.int32), np.empty(count, np.int32), np.ones(TILE, np.float32),
+        np.empty(count, np.float32), np.empty(count, np.float32), np.empty((count, width), np.float32),
         empty_block(width),
     )  # fmt: skip
+    scores, levels, product = scratch.scores.ctypes.data, scratch.levels.ctypes.data, scratch.product.ctypes.data
+    starts, ones = scratch.begin.ctypes.data, scratch.ones.ctypes.data
+    change, weight = scratch.change.ctypes.data, scratch.weight.ctypes.data
     top = np.full((end - begin, count), np.float32(LOWEST))
     total = np.zeros((end - begin, count), np.float32)
     mixed = np.zeros((end - begin, count, width), np.float32)
@@ -223,32 +213,28 @@ def _attend_tile(
                 path = seen.paths[seen.ends[n - 1] if n else 0 : seen.ends[n]]
                 gather(kv, h, (block + b) * BLOCK, committed, path, scratch.block)
                 own = scratch.block
-            levels = queries.levels[n, h, first_head * 2 * width :].ctypes.data
-            starts, turns = queries.begin[n, h, first_head:].ctypes.data, width // 4
+            query = queries.levels[n, h, first_head * 2 * width :].ctypes.data
+            query_begin = queries.begin[n, h, first_head:].ctypes.data
+            keys, key_scales = own.keys.ctypes.data, own.key_scales.ctypes.data
             for t in range(BLOCK // TILE):
                 wide_tile(
-                    count, levels, starts, own.keys[t * TILE * 2 * width :].ctypes.data,
-                    own.key_scales[t * 2 * TILE :].ctypes.data, 2, turns, scratch.scores.ctypes.data + t * TILE * 4,
-                    BLOCK,
+                    count, query, query_begin, keys + t * TILE * 2 * width, key_scales + t * 2 * TILE * 4, 2, turns,
+                    scores + t * TILE * 4, BLOCK,
                 )  # fmt: skip
-            state = _Softmax(top[n - begin], total[n - begin], mixed[n - begin])
-            factors = queries.scales[n, h, first_head:]
+            factors = queries.scales[n, h, first_head:].ctypes.data
             if cap > 0:
-                _cap(scratch.scores, factors, scaling, cap)
-            for g in range(count):
-                chances(
-                    scratch.scores[g].ctypes.data, np.float32(1) if cap > 0 else factors[g] * scaling, own_low,
-                    own_high, own.value_scales.ctypes.data, state.top[g:].ctypes.data, state.total[g:].ctypes.data,
-                    scratch.levels[0, g:].ctypes.data, count, scratch.begin[g:].ctypes.data,
-                    scratch.change[g:].ctypes.data, scratch.weight[g:].ctypes.data,
-                )  # fmt: skip
+                _cap(scratch.scores, queries.scales[n, h, first_head:], cap)
+                factors = ones
+            chances(
+                count, scores, factors, own_low, own_high, own.value_scales.ctypes.data, top[n - begin].ctypes.data,
+                total[n - begin].ctypes.data, levels, starts, change, weight,
+            )  # fmt: skip
+            values = own.values.ctypes.data
             for t in range(width // TILE):
                 wide_tile(
-                    count, scratch.levels.ctypes.data, scratch.begin.ctypes.data,
-                    own.values[t * TILE * BLOCK :].ctypes.data, scratch.ones.ctypes.data, 1, BLOCK // 4,
-                    scratch.product.ctypes.data + t * TILE * 4, width,
-                )  # fmt: skip
-            _add(scratch, state)
+                    count, levels, starts, values + t * TILE * BLOCK, ones, 1, BLOCK // 4, product + t * TILE * 4, width
+                )
+            _add(mixed[n - begin], scratch.change, scratch.product, scratch.weight)
     for n in range(begin, end):
         for g in range(count):
             own = out[n, h * group + first_head + g]
@@ -266,21 +252,18 @@ def _extent(seen: Seen, heads: Heads, n: int) -> tuple[int, int]:
 
 
 @row_wise
-def _cap(scores: Array, factors: Array, scaling: np.float32, cap: np.float32) -> None:
-    """Bound scores, and leave them so that the factors need no scaling."""
+def _cap(scores: Array, factors: Array, cap: np.float32) -> None:
+    """Bound scores, and leave them so that they need no factors."""
     for g in range(len(scores)):
-        own, factor = scores[g], factors[g] * scaling
+        own, factor = scores[g], factors[g]
         for j in range(BLOCK):
             own[j] = np.tanh(own[j] * factor / cap) * cap
 
 
 @row_wise
-def _add(scratch: _Scratch, state: _Softmax) -> None:
+def _add(mixed: Array, change: Array, product: Array, weight: Array) -> None:
     """Add a block's mixture."""
-    for g in range(len(state.top)):
-        mixed, product = state.mixed[g], scratch.product[g]
-        if scratch.change[g] != 1:
-            for i in range(len(mixed)):
-                mixed[i] *= scratch.change[g]
-        for i in range(len(mixed)):
-            mixed[i] += product[i] * scratch.weight[g]
+    for g in range(len(mixed)):
+        own, added, shrink, grow = mixed[g], product[g], change[g], weight[g]
+        for i in range(len(own)):
+            own[i] = own[i] * shrink + added[i] * grow

@@ -69,30 +69,47 @@ class _Vectors(Builder):
         return self.b.fmul(rest, self.b.bitcast(power, _FLOATS))
 
 
-def _query(b: Any, args: Any) -> None:
+def _queries(b: Any, args: Any) -> None:
+    """Turn the scores of some queries into chances: a loop over them."""
+    count, *rest = args
+    before, loop, done = b.block, b.append_basic_block(), b.append_basic_block()
+    b.branch(loop)
+    b.position_at_end(loop)
+    query = b.phi(_I64)
+    _query(b, query, count, *rest)
+    another = b.add(query, _I64(1))
+    b.cbranch(b.icmp_signed("<", another, count), loop, done)
+    query.add_incoming(_I64(0), before)
+    query.add_incoming(another, loop)
+    b.position_at_end(done)
+
+
+def _query(
+    b: Any, query: Any, count: Any, scores: Any, factors: Any, low: Any, high: Any, value_scales: Any, top: Any,
+    total: Any, levels: Any, begin: Any, change: Any, weight: Any,
+) -> None:  # fmt: skip
     """Turn the scores of one query into chances."""
-    scores, factor, low, high, value_scales, top, total, levels, stride, begin, change, weight = args
     v = _Vectors(b)
     at = [_WORDS([LANES * part + lane for lane in range(LANES)]) for part in range(_PARTS)]
     first, end = (v.everywhere(b.trunc(number, _I32)) for number in (low, high))
     seen = [b.and_(b.icmp_signed(">=", place, first), b.icmp_signed("<", place, end)) for place in at]
-    all_factors = v.spread(factor)
-    own = [b.fmul(v.load(scores, _I64(part), 64, _FLOATS), all_factors) for part in range(_PARTS)]
+    factor, own_scores = v.spread(v.load(factors, query, 4, _F32)), b.mul(query, _I64(_PARTS))
+    own = [b.fmul(v.load(scores, v.plus(own_scores, part), 64, _FLOATS), factor) for part in range(_PARTS)]
     own = [b.select(mask, x, _all(LOWEST)) for mask, x in zip(seen, own, strict=True)]
 
-    before = v.load(top, _I64(0), 4, _F32)
+    before = v.load(top, query, 4, _F32)
     best = v.larger(before, v.fold(own, v.larger))
-    b.store(best, v.pointer(top, _I64(0), 4, _F32), align=4)
+    b.store(best, v.pointer(top, query, 4, _F32), align=4)
     best = v.spread(best)
     own = [b.select(mask, v.exp(b.fsub(x, best)), _all(0.0)) for mask, x in zip(seen, own, strict=True)]
     shrunk = b.extract_element(v.exp(b.fsub(v.spread(before), best)), _I32(0))
-    b.store(shrunk, v.pointer(change, _I64(0), 4, _F32), align=4)
-    summed = b.fadd(b.fmul(v.load(total, _I64(0), 4, _F32), shrunk), v.fold(own, b.fadd))
-    b.store(summed, v.pointer(total, _I64(0), 4, _F32), align=4)
+    b.store(shrunk, v.pointer(change, query, 4, _F32), align=4)
+    summed = b.fadd(b.fmul(v.load(total, query, 4, _F32), shrunk), v.fold(own, b.fadd))
+    b.store(summed, v.pointer(total, query, 4, _F32), align=4)
 
     own = [b.fmul(x, v.load(value_scales, _I64(part), 64, _FLOATS)) for part, x in enumerate(own)]
     largest = v.larger(v.fold(own, v.larger), _F32(_TINY))
-    b.store(b.fdiv(largest, _F32(_LEVELS)), v.pointer(weight, _I64(0), 4, _F32), align=4)
+    b.store(b.fdiv(largest, _F32(_LEVELS)), v.pointer(weight, query, 4, _F32), align=4)
     grow, counts = v.spread(b.fdiv(_F32(_LEVELS), largest)), list[Any]()
     for part, x in enumerate(own):
         dither = _FLOATS(_DITHER[LANES * part : LANES * (part + 1)])
@@ -100,42 +117,43 @@ def _query(b: Any, args: Any) -> None:
         counts.append(rounded)
         fours = b.bitcast(b.trunc(rounded, _BYTES), ir.VectorType(_I32, LANES // 4))
         for i in range(LANES // 4):
-            place = b.mul(stride, _I64(part * LANES // 4 + i))
+            place = b.add(b.mul(count, _I64(part * LANES // 4 + i)), query)
             b.store(b.extract_element(fours, _I32(i)), v.pointer(levels, place, 4, _I32), align=4)
     start = b.mul(v.fold(counts, b.add), _I32(-BYTE_OFFSET))
-    b.store(start, v.pointer(begin, _I64(0), 4, _I32), align=4)
+    b.store(start, v.pointer(begin, query, 4, _I32), align=4)
 
 
 def _kernel() -> Any:
     @intrinsic
     def chances(
-        context: Any, scores: Any, factor: Any, low: Any, high: Any, value_scales: Any, top: Any, total: Any,
-        levels: Any, stride: Any, begin: Any, change: Any, weight: Any,
+        context: Any, count: Any, scores: Any, factors: Any, low: Any, high: Any, value_scales: Any, top: Any,
+        total: Any, levels: Any, begin: Any, change: Any, weight: Any,
     ) -> Any:  # fmt: skip
-        """Turn a block's scores into levels of chances, and bring the softmax up to date.
+        """Turn a block's scores into levels of chances, and bring the softmax of each query up to date.
+
+        All arguments are integers; arrays are given by their address.
 
         Args:
             context: numba's.
-            scores: address of 64 floats.
-            factor: float32 that scores are multiplied with.
+            count: number of queries.
+            scores: float32 [count, 64].
+            factors: float32 [count], what scores are multiplied with.
             low: first place of the block that is seen.
             high: the place after the last that is seen.
-            value_scales: address of 64 floats: a level of each of the block's values.
-            top: address of the largest score so far.
-            total: address of the sum of exponentials, relative to it.
-            levels: address of the chances: 127 levels of the largest one, weighted by its value's scale.
-            stride: number of int32 between one four of levels and the next.
-            begin: address of the int32 from which sums of the levels' products start.
-            change: address of the factor for what was summed before.
-            weight: address of the value of a level.
+            value_scales: float32 [64], a level of each of the block's values.
+            top: float32 [count], the largest score so far.
+            total: float32 [count], the sum of exponentials, relative to it.
+            levels: int8 [16, count, 4], output: 127 levels of the largest chance, weighted by its value's scale.
+            begin: int32 [count], output: starts of the sums of the levels' products.
+            change: float32 [count], output: factor for what was summed before.
+            weight: float32 [count], output: value of a level.
         """
 
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            function = own_function(b.module, "chances", [arg.type for arg in args], _query)
-            b.call(function, args)
+            b.call(own_function(b.module, "chances", [_I64] * 12, _queries), args)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.float32, *(types.int64,) * 10), generate
+        return types.void(*(types.int64,) * 12), generate
 
     return chances
 
