@@ -32,7 +32,7 @@ from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import rotate_row
 from langchain_card.runtime.cpu.softmax_kernel import LOWEST, chances
 
-ROW_TILE = 32
+ROW_TILE = 16
 """Rows of one sequence that share a block of keys and values while it lies in the cache."""
 
 
