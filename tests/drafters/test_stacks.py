@@ -196,9 +196,9 @@ def test_a_lower_drafter_that_fails_is_left_out_alone(
         plain = engine.submit(prompt_ids, replace(params, schedule="plain")).result().token_ids
         for schedule in ("sequential", "parallel") * 4:
             done = engine.submit(prompt_ids, replace(params, schedule=schedule)).result()
-            assert done.token_ids == plain
+            assert done.token_ids == plain and done.stats.draft_nodes > 0
             accepted += done.stats.accepted
-        assert accepted > 0, "the draft model works on"
+        assert accepted > 0 or where == "memory", "the draft model works on; without memory, for its first steps"
         assert all(health.state == "up" for health in engine.health().values())
     assert not [record for record in caplog.records if "died" in record.message] and len(made) == 1
     left_out = any("below another one" in record.message for record in caplog.records)
