@@ -17,6 +17,7 @@ Exactness = Literal["default", "strict"]
 Execution = Literal["auto", "eager", "graphs", "compiled"]
 Dtype = Literal["auto", "float32", "float64", "float16", "bfloat16"]
 KVDtype = Literal["auto", "float", "int8"]
+PrefixCache = Literal["memory", "folder"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
@@ -25,6 +26,7 @@ EXACTNESS: tuple[str, ...] = get_args(Exactness)
 EXECUTIONS: tuple[str, ...] = get_args(Execution)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
+PREFIX_CACHES: tuple[str, ...] = get_args(PrefixCache)
 NGRAM = "ngram"
 MAX_BLOCK = 32
 MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
@@ -32,6 +34,7 @@ DRAFT_VARIABLE = "LANGCHAIN_CARD_DRAFT_MODEL"
 
 LEAST_NGRAM_BYTES = 1 << 16
 _LEAST = {"max_ngram_bytes": LEAST_NGRAM_BYTES}
+_MOST = {"max_prefix_bytes": 2**50}
 _MAY_BE_ZERO = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
 
 
@@ -51,6 +54,7 @@ class Limits:
         max_grammar_cache_bytes: size of all compiled grammars that are kept; the least recently used go first.
         max_tenant_chars: characters in the name of a tenant.
         max_ngram_bytes: text that the n-gram drafter keeps, of all tenants; the least recently used goes first.
+        max_prefix_bytes: size of all files of `prefix_cache="folder"`; the least recently used go first.
         max_queue: requests that wait at once.
         max_num_seqs: requests decoded at once. None: up to 16, as many as half of the free memory holds; one if `exact`
             is `"strict"`, where a step always costs as much as a full batch.
@@ -79,6 +83,7 @@ class Limits:
     max_grammar_cache_bytes: int = 1 << 23
     max_tenant_chars: int = 256
     max_ngram_bytes: int = 1 << 26
+    max_prefix_bytes: int = 1 << 32
     max_queue: int = 512
     max_num_seqs: int | None = None
     max_step_rows: int = 512
@@ -99,7 +104,7 @@ class Limits:
                 continue
             low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_ZERO else 1
             low = _LEAST.get(field_.name, low)
-            check_range(field_.name, getattr(self, field_.name), low, 2**31)
+            check_range(field_.name, getattr(self, field_.name), low, _MOST.get(field_.name, 2**31))
         hint = "max_step_rows is too small: every request that runs has a row in each pass"
         check_range("max_num_seqs", self.num_seqs, 1, self.max_step_rows, hint)
 
@@ -194,6 +199,9 @@ class EngineConfig:
             candidates at a time. `langchain-card plan` measures which stack pays.
         draft_context: tokens at the end of a text that draft models read, at least, and up to half as many more; None
             for all. A long text is then read quickly, and the answer is the same.
+        prefix_cache: where the target keeps beginnings of texts, so that they are not read again: in `"memory"`, those
+            of the last requests; or also in a `"folder"` on disk, of at most `limits.max_prefix_bytes`, where later
+            processes find them. The answer is the same.
         exact: `"strict"` gives every target step one fixed shape (`limits.max_window` rows of each of
             `limits.max_num_seqs` sequences, all positions), so that in any dtype an answer equals plain decoding by the
             same engine bit for bit; candidates are then chains. `"default"`: see docs/concepts/exactness.md.
@@ -221,6 +229,7 @@ class EngineConfig:
     steering: str | None = None
     stack: tuple[str, ...] = ()
     draft_context: int | None = 2048
+    prefix_cache: str = "memory"
     max_model_len: int | None = None
     limits: Limits = field(default_factory=Limits)
     pins: Pins = field(default_factory=Pins)
@@ -229,6 +238,7 @@ class EngineConfig:
         check_choice("draft_transport", self.draft_transport, DRAFT_TRANSPORTS)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        check_choice("prefix_cache", self.prefix_cache, PREFIX_CACHES)
         check_choice("exact", self.exact, EXACTNESS)
         check_choice("execution", self.execution, EXECUTIONS)
         if self.quantization is not None:

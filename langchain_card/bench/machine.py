@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,7 +13,7 @@ from langchain_card._version import __version__
 from langchain_card.models.draft_form import HEAD
 from langchain_card.models.loader import ModelSpec
 from langchain_card.runtime.families import read_config
-from langchain_card.runtime.threads import num_cores
+from langchain_card.runtime.threads import num_cores, processor
 
 PACKAGES = ("torch", "transformers", "langchain-core", "numba", "llguidance")
 _GIB = 1 << 30
@@ -40,15 +39,6 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def gpus() -> list[str]:

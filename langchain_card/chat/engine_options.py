@@ -19,6 +19,7 @@ from langchain_card.config import (
     KVDtype,
     Limits,
     Pins,
+    PrefixCache,
     default_draft_model,
     default_model,
 )
@@ -68,6 +69,7 @@ class EngineOptions(BaseModel):
     steering: str | None = _setting("steering")
     stack: tuple[str, ...] = _setting("stack")
     draft_context: int | None = _setting("draft_context")
+    prefix_cache: PrefixCache = _setting("prefix_cache")
     max_model_len: int | None = _setting("max_model_len")
     pins: Pins = _setting("pins", "Or a dict.")
     limits: Limits = _setting("limits", "Or a dict.")

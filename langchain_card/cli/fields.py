@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, default_draft_model, default_model
+from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, PREFIX_CACHES, default_draft_model, default_model
 from langchain_card.errors import InvalidInputError
 
 SETS = "own (default), copying or humaneval, or a file of JSON lines"
@@ -24,6 +24,8 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization", default="auto", help="of weights: auto, int8, none, or the JSON of a transformers config"
     )
+    kept = "where beginnings of texts are kept: in memory (default), or also in a folder for later processes"
+    parser.add_argument("--prefix-cache", default="memory", choices=PREFIX_CACHES, help=kept)
     lossy = 'rule by which guesses become the answer: exact (%(default)s), or one that is lossy, such as "loose"'
     parser.add_argument("--acceptance", default="exact", metavar="RULE", help=lossy)
     parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
@@ -56,6 +58,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "acceptance": args.acceptance,
         "draft_transport": args.draft_transport,
         "dtype": args.dtype,
+        "prefix_cache": args.prefix_cache,
         "quantization": None if args.quantization == "none" else args.quantization,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,16 @@ from langchain_card.core.coordinator import Coordinator
 from langchain_card.engine.drafter_hosts import needs_process, setting_of, transport_makers
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.plugin_drafters import choose
+from langchain_card.engine.prefix_folder import PrefixFolder, dependencies
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.models.files import Progress
 from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release_model
+from langchain_card.models.store import default_cache
 from langchain_card.ports import AcceptanceRule, Constraint, Observer
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
+
+log = logging.getLogger(__name__)
 
 
 def start_driver(
@@ -65,6 +70,7 @@ def start_driver(
         width=limits.max_window if strict else None,
         integer_kv=pair.target.integer_kv,
     )
+    prefixes = _prefixes(config, pair.target, target, resources)
 
     def make_target() -> TargetWorker:
         target.pool.forget()
@@ -77,6 +83,7 @@ def start_driver(
             constrain=constrain,
             rule=rule,
             steering=steering,
+            prefixes=prefixes,
         )
 
     makers = transport_makers(config, pair, threads, drafts, setting, beside, below)
@@ -102,6 +109,22 @@ def _acquire(spec: ModelSpec, resources: contextlib.ExitStack) -> Any:
     model = acquire_model(spec)
     resources.callback(release_model, spec)
     return model
+
+
+def _prefixes(
+    config: EngineConfig, spec: ModelSpec, target: ModelRunner, resources: contextlib.ExitStack
+) -> PrefixFolder | None:
+    """Return the folder of prefixes; None without one, or with a warning if it cannot be used."""
+    if config.prefix_cache != "folder":
+        return None
+    folder = default_cache() / "prefixes"
+    try:
+        prefixes = PrefixFolder(folder, target, dependencies(spec, config), config.limits.max_prefix_bytes)
+    except OSError as error:
+        log.warning("no prefixes are kept: %s cannot be used (%s)", folder, error)
+        return None
+    resources.callback(prefixes.close)
+    return prefixes
 
 
 def _close_transports(driver: Driver) -> None:

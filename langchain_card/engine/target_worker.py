@@ -13,6 +13,7 @@ from torch import Tensor
 
 from langchain_card.core.messages import ROOT, Begin, TokenLogprob, Verdict, Window
 from langchain_card.core.walk import AcceptanceRule, ExactRule, mismatches
+from langchain_card.engine.prefix_folder import PrefixFolder
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Constraint, Steering
 from langchain_card.runtime.guide import Guide
@@ -27,7 +28,7 @@ class _Sequence:
     begin: Begin
     cache: KVCache
     sampler: Sampler
-    cached: int  # tokens reused from an earlier sequence; 0 once that was reported
+    cached: int  # tokens reused from earlier sequences; 0 once that was reported
     verified: Window | None = None  # the last window, until the KV of its committed rows was kept
 
     def advance(self, window: Window, *, in_place: bool) -> None:
@@ -71,6 +72,7 @@ class TargetWorker:
         constrain: makes the `Constraint` of a grammar.
         rule: of acceptance, which may measure the logits; the exact rule by default.
         steering: transforms the logits, if given.
+        prefixes: texts are loaded from it and saved to it, if given.
     """
 
     def __init__(
@@ -83,12 +85,13 @@ class TargetWorker:
         constrain: Callable[[str], Constraint],
         rule: AcceptanceRule | None = None,
         steering: Steering | None = None,
+        prefixes: PrefixFolder | None = None,
     ) -> None:
         self._runner, self._constrain = runner, constrain
         self._set_threads = set_threads
         self._max_rows, self._in_place = max_rows, in_place
         self._rule: AcceptanceRule = rule or ExactRule()
-        self._steering = steering
+        self._steering, self._prefixes = steering, prefixes
         self._begun: dict[int, Begin] = {}  # sequences without a window so far
         self._sequences: dict[int, _Sequence] = {}
         self._windows: dict[int, Window] = {}  # to be verified
@@ -104,6 +107,8 @@ class TargetWorker:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._runner.close(sequence.cache)
+            if self._prefixes is not None:
+                self._prefixes.save(sequence.cache)
 
     def verify(self, windows: Iterable[Window]) -> list[Verdict]:
         """Run one pass; return a verdict for every window whose text has been read."""
@@ -160,6 +165,8 @@ class TargetWorker:
         sampler = Sampler(params, begin.request.prompt_ids, guide)
         sampler.commit(begin.output_ids)
         cache = self._runner.open(text[:-1], params.tenant)
+        if self._prefixes is not None:
+            self._prefixes.load(cache, text[:-1])
         return _Sequence(begin, cache, sampler, cached=cache.length)
 
     def _rows(self, sequence: _Sequence, window: Window) -> Rows:

@@ -13,14 +13,15 @@ A row is written once, into its scratch slot, and stays there until it is kept o
 from the last committed position down to it) is a list of slots. Keeping rows copies them into committed positions;
 rejecting them costs nothing.
 
-A closed sequence leaves its text behind. The next one takes over the longest prefix that it shares with any text of its
-tenant. Texts of other tenants are never shared: response times would reveal them.
+A closed sequence leaves its text behind, from which other threads may read. The next one takes over the longest prefix
+that it shares with any text of its tenant. Texts of other tenants are never shared: response times would reveal them.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -33,6 +34,13 @@ class KVStorage(Protocol):
 
     def copy(self, sources: Sequence[int], start: int) -> None:
         """Copy slots to those from `start` on, in order."""
+
+    def read(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return a copy of slots from `start` to `stop`, both multiples of the pool's `align`, on the CPU."""
+        ...
+
+    def write(self, start: int, parts: Mapping[str, Tensor]) -> None:
+        """Write what `read` returned to slots from `start` on."""
 
 
 class TensorKV:
@@ -70,6 +78,19 @@ class TensorKV:
             index = torch.tensor(sources, device=device)
             block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
 
+    def read(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return a copy of slots, for each device [its layers, 2, kv_heads, slots, head_dim]."""
+        return {
+            str(n): block[:, :, :, start:stop].clone(memory_format=torch.contiguous_format).cpu()
+            for n, block in enumerate(self._blocks.values())
+        }
+
+    def write(self, start: int, parts: Mapping[str, Tensor]) -> None:
+        """Write slots as `KVStorage` demands."""
+        for n, block in enumerate(self._blocks.values()):
+            part = parts[str(n)]
+            block[:, :, :, start : start + part.shape[3]] = part.to(block.device)
+
 
 Storage = TypeVar("Storage", bound=KVStorage)
 
@@ -88,6 +109,7 @@ class KVPool(Generic[Storage]):
     Attributes:
         kv: the storage.
         num_slots: slots of one sequence.
+        lock: held while a sequence takes over another text, and by other threads that read a sequence.
         trash: the last slot, which belongs to no sequence.
     """
 
@@ -103,7 +125,7 @@ class KVPool(Generic[Storage]):
     ) -> None:
         num_scratch, max_len = (-(-count // align) * align for count in (num_scratch, max_len))
         self.num_scratch, self.max_len, self.num_seqs = num_scratch, max_len, num_seqs
-        self._compact = compact
+        self._compact, self.lock = compact, threading.Lock()
         self.num_slots, self.trash = num_scratch + max_len, num_seqs * (num_scratch + max_len)
         self.kv = store(self.trash + 1)
         self._caches = [KVCache(self, index) for index in range(num_seqs)]
@@ -127,9 +149,10 @@ class KVPool(Generic[Storage]):
         free = self._low() if self._compact else self._free
         cache = donor if donor in free and shared == donor.length else free[0]
         self._free.remove(cache)
-        if cache is not donor and shared:
-            self.kv.copy(range(donor.first_position, donor.first_position + shared), cache.first_position)
-        cache.token_ids, cache.tenant = list(token_ids[:shared]), tenant
+        with self.lock:
+            if cache is not donor and shared:
+                self.kv.copy(range(donor.first_position, donor.first_position + shared), cache.first_position)
+            cache.token_ids, cache.tenant = list(token_ids[:shared]), tenant
         return cache
 
     def _low(self) -> list[KVCache]:
@@ -143,8 +166,9 @@ class KVPool(Generic[Storage]):
 
     def forget(self) -> None:
         """Close all sequences and forget their texts."""
-        for cache in self._caches:
-            cache.token_ids = []
+        with self.lock:
+            for cache in self._caches:
+                cache.token_ids = []
         self._free = [*self._caches]
 
 
@@ -180,6 +204,29 @@ class KVCache:
         if any(slot != here + i for i, slot in enumerate(slots)):  # else they are in place
             self.pool.kv.copy([self.base + slot for slot in slots], self.base + here)
         self.token_ids += token_ids
+
+    def read(self, start: int, token_ids: list[int], tenant: str) -> dict[str, Tensor] | None:
+        """Return a copy of a text's keys and values from a position on, from any thread.
+
+        Args:
+            start: first position, in whole blocks of the storage.
+            token_ids: of all positions up to the last one that is returned.
+            tenant: owner of the text.
+
+        Returns:
+            What the storage's `read` returns; None if the sequence holds another text by now.
+        """
+        first, stop = self.first_position, len(token_ids)
+        with self.pool.lock:
+            if (self.tenant, self.token_ids[:stop]) != (tenant, token_ids):
+                return None
+            parts: dict[str, Tensor] = self.pool.kv.read(first + start, first + stop)
+            return parts
+
+    def write(self, start: int, token_ids: Sequence[int], parts: Mapping[str, Tensor]) -> None:
+        """Commit positions from `start` on, which is at most the length, with what `read` returned for them."""
+        self.pool.kv.write(self.first_position + start, parts)
+        self.token_ids[start:] = token_ids
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ SAME: list[dict[str, Any]] = [
     {"draft_device": "cpu"},
     {"draft_transport": "thread"},
     {"draft_context": 99},
+    {"prefix_cache": "folder"},
     {"execution": "eager"},
     {"isolate": True},
     {"pins": Pins(window=2)},

@@ -84,6 +84,9 @@ def test_every_key_is_a_tenant(url: str, model: CARDChatModel, monkeypatch: pyte
             assert httpx.post(url + path, json=body, headers={"authorization": f"Bearer {key}"}).status_code == 200
         first, second, again = tenants
         assert first == again != second and not any(key in tenant for key in KEYS for tenant in tenants)
+    with served(model, api_keys=KEYS) as other_url:
+        httpx.post(other_url + CHAT, json=ask(max_tokens=1), headers={"authorization": f"Bearer {KEYS[0]}"})
+    assert tenants[-1] == again, "another server finds what is kept for the key"
     with served(model) as open_url:
         httpx.post(open_url + CHAT, json=ask(max_tokens=1))
     assert tenants[-1] == "" == model.tenant

@@ -15,7 +15,7 @@ The width is head_dim, padded to whole tiles of 32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numba
@@ -231,3 +231,14 @@ class IntegerKV:
             else:
                 for layer in range(len(self.blocks.keys)):
                     _copy(self.blocks, slots, start, layer)
+
+    def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return a copy of slots in whole blocks, by the names of `Blocks`, as `KVStorage` demands."""
+        own = slice(start // BLOCK, stop // BLOCK)
+        return {name: torch.from_numpy(part[:, :, own].copy()) for name, part in self.blocks._asdict().items()}
+
+    def write(self, start: int, parts: Mapping[str, torch.Tensor]) -> None:
+        """Write slots in whole blocks as `KVStorage` demands."""
+        first = start // BLOCK
+        for name, part in self.blocks._asdict().items():
+            part[:, :, first : first + parts[name].shape[2]] = parts[name].numpy()

@@ -1,0 +1,328 @@
+"""Beginnings of texts in a folder: found again by the next process, and refused or missed where they must be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+import torch
+
+from langchain_card.config import EngineConfig, Limits
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
+from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS
+from langchain_card.errors import InvalidInputError
+from langchain_card.models.store import default_cache
+from langchain_card.runtime.kv_cache import KVPool, TensorKV
+from tests.support import tiny
+
+Pairs = dict[str, tuple[str, str]]
+Answer = tuple[Any, int]
+WHOLE = LEAST_TOKENS // BLOCK * BLOCK
+EACH = WHOLE // BLOCK
+PROMPT = random.Random(0).choices(range(256), k=WHOLE + BLOCK // 2)
+OTHER = random.Random(1).choices(range(256), k=len(PROMPT))
+CHILD = "import sys; from tests.engine import test_prefix_folder as test; getattr(test, sys.argv[1])(sys.argv[2])"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of prefixes, of this test alone."""
+    monkeypatch.setenv("LANGCHAIN_CARD_HOME", str(tmp_path))
+    return tmp_path / "prefixes"
+
+
+@pytest.fixture
+def target(tiny_pairs: Pairs) -> str:
+    return tiny_pairs["qwen2"][0]
+
+
+def folder_config(target: str, **options: Any) -> EngineConfig:
+    return EngineConfig(**{"model": target, "draft_model": None, "prefix_cache": "folder", **options})
+
+
+def answers(config: EngineConfig, *texts: tuple[Sequence[int], str]) -> list[Answer]:
+    """Answer texts of tenants with one engine, one by one.
+
+    Returns:
+        Tokens with log-probabilities, and how many tokens need not be read.
+    """
+    with Engine(config) as engine:
+        results = [
+            engine.submit(text, SamplingParams(max_tokens=8, logprobs=2, tenant=tenant)).result()
+            for text, tenant in texts
+        ]
+    return [((result.token_ids, result.logprobs), result.stats.cached_tokens) for result in results]
+
+
+def answer(config: EngineConfig, text: Sequence[int], tenant: str = "") -> Answer:
+    return answers(config, (text, tenant))[0]
+
+
+def blocks(folder: Path) -> list[Path]:
+    """The files of the folder, latest use first: of one text, its beginning first."""
+    return sorted(folder.glob("*.safetensors"), key=lambda file: -file.stat().st_mtime_ns)
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in blocks(folder))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"dtype": "float64"},
+        pytest.param({"quantization": "int8", "kv_dtype": "float"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "exact": "strict"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_next_engine_loads_and_answers_with_the_same_bits(target: str, options: dict[str, Any]) -> None:
+    config, longer = folder_config(target, **options), [*PROMPT, *OTHER[:BLOCK]]
+    read = answers(replace(config, prefix_cache="memory"), (PROMPT, "one"), (longer, "other"))
+    (expected, _), (expected_of_longer, _) = read
+    assert [cached for _, cached in read] == [0, 0]
+    assert answer(config, PROMPT) == (expected, 0)
+    assert answer(config, longer) == (expected_of_longer, WHOLE)
+    assert answer(config, PROMPT) == (expected, WHOLE)
+
+
+def test_texts_share_blocks_and_go_on_where_memory_ends(target: str) -> None:
+    config = folder_config(target, limits=Limits(max_num_seqs=1))
+    expected, _ = answer(config, PROMPT)
+    assert [*answers(config, (PROMPT[: BLOCK + 9], ""), (PROMPT, ""))] == [(ANY, BLOCK), (expected, WHOLE)]
+    assert answer(config, [*PROMPT[: 2 * BLOCK + 9], *OTHER])[1] == 2 * BLOCK
+
+
+def test_files_are_written_once_and_their_times_touched(target: str, folder: Path) -> None:
+    config = folder_config(target)
+    answer(config, PROMPT)
+    first = {file: file.stat() for file in blocks(folder)}
+    assert len(first) == EACH
+    answers(config, (PROMPT, ""), (OTHER[: LEAST_TOKENS - 9], ""))
+    assert {file.stat().st_ino for file in blocks(folder)} == {status.st_ino for status in first.values()}
+    assert all(file.stat().st_mtime_ns > status.st_mtime_ns for file, status in first.items())
+    assert blocks(folder) == [*first], "a text loses its end first, and short ones are not written"
+
+
+def test_only_this_user_can_read_them(target: str, folder: Path) -> None:
+    answer(folder_config(target), PROMPT, tenant="alice")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in [*blocks(folder), folder / "secret"]} == {0o600}
+    assert not any("alice" in file.name for file in folder.iterdir())
+
+
+def flip(place: int) -> Callable[[Path, Path], None]:
+    def damage(file: Path, other: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(content)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path, Path], Any]] = {
+    "a byte of a number": flip(-999),
+    "a byte of the header": flip(40),
+    "the size of the header": flip(2),
+    "its end": lambda file, other: os.truncate(file, file.stat().st_size - 9),
+    "all of it": lambda file, other: os.truncate(file, 0),
+    "no safetensors": lambda file, other: file.write_bytes(b"\xff" * 999),
+    "another tenant's": lambda file, other: shutil.copyfile(other, file),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tiny_pairs: Pairs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with the blocks of two tenants, and their answer."""
+    home = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LANGCHAIN_CARD_HOME", str(home))
+        read = answers(folder_config(tiny_pairs["qwen2"][0]), (PROMPT, "other"), (PROMPT, ""))
+    return home / "prefixes", read[1][0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_or_foreign_file_is_refused_and_replaced(
+    target: str,
+    folder: Path,
+    written: tuple[Path, Any],
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path, Path], Any],
+) -> None:
+    shutil.copytree(written[0], folder)  # with modes and times
+    file, other = (blocks(folder)[1 + tenant * EACH] for tenant in range(2))
+    content = file.read_bytes()
+    damage(file, other)
+    assert file.read_bytes() != content
+    with caplog.at_level(logging.WARNING):
+        assert answer(folder_config(target), PROMPT) == (written[1], BLOCK)
+    (message,) = caplog.messages
+    assert str(file) in message and "read anew: " in message
+    assert file.read_bytes() == content, "the same bits were written again"
+
+
+MISSES: dict[str, Callable[[EngineConfig], EngineConfig]] = {
+    "other weights at the same place": lambda config: config,
+    "another number format": lambda config: replace(config, kv_dtype="float"),
+    "another type": lambda config: replace(config, quantization=None, kv_dtype="auto", dtype="float64"),
+    "steps of one shape": lambda config: replace(config, exact="strict", kv_dtype="auto"),
+}
+
+
+@pytest.mark.parametrize("case", MISSES)
+def test_nothing_is_found_for(case: str, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny.make_target("qwen2", tmp_path / "target")
+    config = folder_config(target, quantization="int8", kv_dtype="int8")
+    answer(config, PROMPT)
+    if case == "other weights at the same place":
+        tiny.make_target("qwen2", tmp_path / "target", seed=5)
+    config = MISSES[case](config)
+    expected, _ = answer(replace(config, prefix_cache="memory"), PROMPT)
+    with caplog.at_level(logging.WARNING):
+        assert answer(config, PROMPT) == (expected, 0)
+    assert not caplog.messages and len(blocks(folder)) == 2 * EACH
+
+
+def test_nothing_is_found_for_another_tenant_or_by_another_secret(
+    target: str, folder: Path, written: tuple[Path, Any]
+) -> None:
+    shutil.copytree(written[0], folder)
+    texts = [(PROMPT, tenant) for tenant in ("other", "one", " other", "other ")]
+    assert [cached for _, cached in answers(folder_config(target), *texts)] == [WHOLE, 0, 0, 0]
+    (folder / "secret").write_bytes(b"")
+    assert answer(folder_config(target), PROMPT, "other") == (written[1], 0)
+    assert (folder / "secret").stat().st_size == 32
+
+
+def test_the_size_is_bounded_and_what_was_unused_longest_goes(
+    target: str, folder: Path, written: tuple[Path, Any]
+) -> None:
+    shutil.copytree(written[0], folder)
+    block = blocks(folder)[0].stat().st_size
+
+    def config(num_blocks: int) -> EngineConfig:
+        return folder_config(target, limits=Limits(max_prefix_bytes=num_blocks * block, max_num_seqs=4))
+
+    answers(config(2 * EACH + 1), (PROMPT, "other"), (PROMPT, "new"))
+    assert size(folder) == (2 * EACH + 1) * block
+    begun = [([*PROMPT[:-BLOCK], *OTHER[:9]], tenant) for tenant in ("new", "other", "")]
+    known = [cached for _, cached in answers(config(2 * EACH + 1), *begun)]
+    assert known == [WHOLE - BLOCK, WHOLE - BLOCK, BLOCK], "the beginning of the oldest is left"
+    answer(config(2), OTHER)
+    assert size(folder) == 2 * block
+    assert answer(config(2), OTHER)[1] == 2 * BLOCK, "a text that is too long keeps its beginning"
+    with pytest.raises(InvalidInputError, match=r"max_prefix_bytes = 999: .* 256 tokens.*Hint: raise it"):
+        Engine(folder_config(target, limits=Limits(max_prefix_bytes=999)))
+
+
+def test_a_full_disk_gives_one_warning(target: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, before = folder_config(target), resource.getrlimit(resource.RLIMIT_FSIZE)
+    texts = [(PROMPT, ""), (OTHER, "")]
+    expected = answers(replace(config, prefix_cache="memory"), *texts)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert answers(config, *texts) == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (message,) = caplog.messages
+    assert f"no prefixes are kept in {folder}" in message and "File too large" in message
+    assert {file.name for file in folder.iterdir()} == {"lock", "secret"}
+    answer(config, PROMPT)
+    assert len(blocks(folder)) == EACH, "there is room again"
+
+
+def test_a_folder_that_is_open_to_others_is_not_used(
+    target: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir(mode=0o755)
+    with caplog.at_level(logging.WARNING):
+        assert answer(folder_config(target), PROMPT)[1] == 0
+    assert "chmod 700" in "".join(caplog.messages) and not blocks(folder)
+
+
+def test_a_text_that_was_overwritten_is_not_read() -> None:
+    shape: dict[str, Any] = {"kv_heads": 1, "head_dim": 2, "dtype": torch.float32}
+    pool = KVPool(lambda slots: TensorKV(slots, devices=[torch.device("cpu")], **shape), max_len=8, num_scratch=1)
+    cache = pool.open([], "one")
+    cache.token_ids = [1, 2, 3, 4]
+    pool.close(cache)
+    pool.kv.layers[0][:, :, cache.first_position : cache.first_position + 4] = 7.0
+    read = cache.read(1, [1, 2, 3], "one")
+    assert read is not None and read["0"].shape[3] == 2 and (read["0"] == 7.0).all()
+    assert pool.open([1, 2, 3, 4, 5], "one") is cache and cache.read(1, [1, 2, 3], "one") is not None, "continued"
+    pool.close(cache)
+    assert pool.open([1, 2, 9], "one") is cache and cache.read(1, [1, 2, 3], "one") is None
+    pool.close(cache)
+    pool.open([1, 2, 3], "other")
+    assert cache.read(1, [1, 2], "other") is None
+
+
+def write(target: str) -> None:
+    """Run in a process of its own."""
+    answer(folder_config(target), PROMPT)
+
+
+def write_until_killed(target: str) -> None:
+    """Run in a process of its own, which dies before its third block has its name."""
+    rename, folder = Path.replace, default_cache() / "prefixes"
+
+    def rename_or_die(temporary: Path, file: Path) -> Path:
+        if len(blocks(folder)) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(temporary, file)
+
+    Path.replace = rename_or_die  # type: ignore[assignment]
+    write(target)
+
+
+def start(function: Callable[[str], None], target: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, function.__name__, target]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_same_text_and_a_third_loads_it(
+    target: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = answer(folder_config(target, prefix_cache="memory"), PROMPT)
+    children = [start(write, target) for _ in range(2)]
+    errors = [child.communicate(timeout=200)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0] and "prefixes" not in "".join(errors)
+    assert len(blocks(folder)) == EACH
+    with caplog.at_level(logging.WARNING):
+        assert answer(folder_config(target), PROMPT) == (expected, WHOLE)
+    assert not caplog.messages
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_writes(target: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected, _ = answer(folder_config(target, prefix_cache="memory"), PROMPT)
+    child = start(write_until_killed, target)
+    child.communicate(timeout=200)
+    assert child.returncode == -signal.SIGKILL and len(blocks(folder)) == 2 and [*folder.glob("*.tmp")]
+    with caplog.at_level(logging.WARNING), Engine(folder_config(target)):
+        assert not [*folder.glob("*.tmp")]
+    assert answer(folder_config(target), PROMPT) == (expected, 2 * BLOCK)
+    assert answer(folder_config(target), PROMPT) == (expected, WHOLE) and not caplog.messages
+
+
+@pytest.mark.slow
+def test_an_isolated_engine_writes_and_loads(target: str) -> None:
+    expected, _ = answer(folder_config(target, isolate=True), PROMPT)
+    assert answer(folder_config(target), PROMPT) == (expected, WHOLE)
+    assert answer(folder_config(target, isolate=True), PROMPT) == (expected, WHOLE)
