@@ -52,7 +52,7 @@ class GridSteps:
     ) -> None:
         self._model, self._pool, self._window, self._capture = model, pool, window, capture
         self._only = None if width is None else Bucket(pool.num_seqs, width, pool.max_len)
-        self._grids: dict[Bucket, _Grid] = {}
+        self._grids: dict[tuple[Bucket, bool], _Grid] = {}  # by bucket, and whether there are logits
         self._memory: Any = None  # shared by all graphs: one runs at a time
 
     def run(self, batch: Sequence[Rows]) -> Tensor:
@@ -65,15 +65,16 @@ class GridSteps:
         if self._only is None and longest(batch) > MAX_SCORED_ROWS:  # a text, whose shape rarely recurs
             inputs = StepInputs(self._pool, bucket, self._window)
             return self._forward(inputs, bucket, _wanted(batch, inputs.fill(batch)))
-        grid = self._grids.get(bucket)
+        scored = any(rows.wanted for rows in batch)
+        grid = self._grids.get((bucket, scored))
         if grid is None:
-            grid = self._grids[bucket] = _Grid(StepInputs(self._pool, bucket, self._window))
+            grid = self._grids[bucket, scored] = _Grid(StepInputs(self._pool, bucket, self._window))
         wanted = _wanted(batch, grid.inputs.fill(batch))
         if self._capture and grid.graph is None:
-            self._try_capture(grid, bucket)
+            self._try_capture(grid, bucket, None if scored else ())
         if grid.graph is not None:
             grid.graph.replay()
-        elif self._only is None or not wanted:
+        elif self._only is None or not scored:
             return self._forward(grid.inputs, bucket, wanted)
         else:  # fixed shapes: the head runs over all rows
             grid.logits = self._forward(grid.inputs, bucket, None)
@@ -96,17 +97,17 @@ class GridSteps:
         logits: Tensor = self._model(**call, logits_to_keep=keep).logits[0]
         return logits
 
-    def _try_capture(self, grid: _Grid, bucket: Bucket) -> None:
+    def _try_capture(self, grid: _Grid, bucket: Bucket, wanted: Sequence[int] | None) -> None:
         try:
             with _capturing:
                 for _ in range(WARM_UPS):
-                    self._forward(grid.inputs, bucket, None)
+                    self._forward(grid.inputs, bucket, wanted)
                 device = self._pool.kv.layers[0].device
                 torch.cuda.synchronize(device)
                 # The stream is passed because torch's default may belong to another device.
                 graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
                 with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-                    grid.logits = self._forward(grid.inputs, bucket, None)
+                    grid.logits = self._forward(grid.inputs, bucket, wanted)
                 grid.graph, self._memory = graph, graph.pool()
         except Exception as error:
             self._capture, grid.graph = False, None

@@ -24,6 +24,11 @@ def runner(folder: str, dtype: str, width: int | None, num_seqs: int = 3) -> Mod
     return ModelRunner(model, max_len=512, num_scratch=16, num_seqs=num_seqs, width=width)
 
 
+def in_grids(folder: str, width: int | None) -> ModelRunner:
+    model = load_model(resolve(EngineConfig(folder, None, max_model_len=512)).target)
+    return ModelRunner(model, max_len=512, num_scratch=16, num_seqs=2, width=width, execution="eager")
+
+
 def tree(rng: random.Random, count: int, slots: list[int]) -> list[tuple[int, ...]]:
     """Paths of a random tree under one first row."""
     paths: list[tuple[int, ...]] = [(slots[0],)]
@@ -100,3 +105,14 @@ def test_a_full_grid_answers_in_the_order_of_the_batch(tiny_pairs: Pairs) -> Non
     first, second = model.step(batch).clone().split(8)
     assert not torch.equal(first, second)
     assert torch.equal(model.step(batch[::-1]), torch.cat([second, first]))
+
+
+@pytest.mark.parametrize(("width", "most"), [(None, 1), (8, 16)], ids=["any shape", "one shape"])
+def test_the_head_runs_for_the_last_row_of_a_text(tiny_pairs: Pairs, width: int | None, most: int) -> None:
+    """Logits of a whole text would be most of the memory of a step; one shape has them for one whole grid."""
+    model, sizes = in_grids(tiny_pairs["llama"][0], width), list[int]()
+    model.model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[1]))
+    cache = model.open()
+    for start in range(0, 300, 100):
+        model.step([Rows(cache, [7] * 100, start, ask=start == 200)])
+    assert sizes == [most]
