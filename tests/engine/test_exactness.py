@@ -127,6 +127,38 @@ def test_equal_to_the_naive_loop(
     assert sum(count for length, count in figures.re_rooted.items() if length >= 3) > 0
 
 
+def compare_long(form: str, arch: str, pair: tuple[str, str]) -> Figures:
+    """Two texts of 1,950 tokens; the draft reads all of it, or its end in slices beside the answer."""
+    config = EngineConfig(model=pair[0], draft_model=pair[1], drafters=(), max_model_len=2048, **FORMS[form])
+    encode, figures, reference = tiny.byte_tokenizer(), Figures(), Reference(config)
+    texts = [" ".join(str(seed * n * n) for n in range(900))[:1950] for seed in (7, len(arch))]
+    asked = {n: (encode(text).input_ids, {"max_tokens": MAX_TOKENS, "seed": 3, **SETTINGS[n]}) for n, text in
+             zip(("greedy", "0.8, min-p, penalties"), texts, strict=True)}  # fmt: skip
+    eos_ids = (encode.eos_token_id,)
+    wanted = {n: reference.answer(ids, SamplingParams(**options), eos_ids) for n, (ids, options) in asked.items()}
+    for draft_context, read in ((None, 1950), (300, 90)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "Controller", lambda *, read=read, **_: FixedPolicy(widths=(4,) * 8, read=read))
+            compare(replace(config, draft_context=draft_context), asked, wanted, SCHEDULES, figures)
+    return figures
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_long_texts_equal_the_naive_loop(
+    tiny_pairs: Pairs, pool: ProcessPoolExecutor, form: str, say: Callable[[str], None]
+) -> None:
+    if form == "int8" and matmul_kernel.instructions() is None:
+        pytest.skip("this build of torch has no int8 kernel")
+    figures = Figures()
+    for found in pool.map(compare_long, repeat(form), tiny_pairs, tiny_pairs.values()):
+        figures.add(found)
+    say(f"{form}, long: {figures}")
+    assert figures.different == 0 and figures.compared > 300 * len(tiny_pairs)
+    assert all(rate > 0.02 for rate in figures.rates().values()), "drafts must match in part"
+
+
 # Planted bugs: each must be caught by the comparison above.
 
 
