@@ -75,15 +75,19 @@ class Query:
         return effects
 
     def initial_grant(self, state: RequestState, name: str, load: Load, *, hit: bool) -> DraftGrant:
-        """Return the draft steps that come with a correction; none if each step is weighed on its own."""
+        """Return the draft steps that come with a correction; none if each step is weighed on its own.
+
+        A draft that may not read beside the target gets none before the first token: the target has all threads.
+        """
+        read = self._reading(state, name, load)
         if not self.drafters[name].paced:
             grant = DraftGrant((1,))
-        elif load.schedule == "parallel":
+        elif load.schedule == "parallel" and (state.output_ids or read):
             grant = self.policy.grant(load, hit=hit)
         else:
             return DraftGrant()
         room = max(0, self.limits.max_lead - state.drafters[name].lead(state.tree))
-        return grant._replace(widths=grant.widths[:room], read=self._reading(state, name, load))
+        return grant._replace(widths=grant.widths[:room], read=read)
 
     def _reading(self, state: RequestState, name: str, load: Load) -> int:
         """Return how many tokens of the text a step of a drafter may read; 0 once it has read in this round."""

@@ -248,10 +248,13 @@ class FixedPolicy:
         widths: nodes of each draft step that is granted with a correction, under `parallel`.
         patience: seconds that a round waits for its draft.
         read: tokens of a text that a drafter reads at a time.
+        late: whether it reads from the first token of the answer on, as on a device that it shares.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0, read: int = 64) -> None:
-        self._widths, self._patience, self._read = widths, patience, read
+    def __init__(
+        self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0, read: int = 64, *, late: bool = False
+    ) -> None:
+        self._widths, self._patience, self._read, self._late = widths, patience, read, late
 
     def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
         """Return `parallel` for one request, `sequential` for several."""
@@ -262,8 +265,8 @@ class FixedPolicy:
         return DraftGrant(self._widths if load.schedule == "parallel" else (1,))
 
     def reading(self, load: Load, unread: int, written: int, left: int) -> int:
-        """Read the fixed number of tokens at a time, from the first token of the answer on."""
-        return self._read if written and unread else 0
+        """Read the fixed number of tokens at a time."""
+        return self._read if written or not self._late else 0
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
         """Return True, except that under `parallel` a round waits only for a first candidate."""
