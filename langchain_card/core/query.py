@@ -77,12 +77,13 @@ class Query:
     def initial_grant(self, state: RequestState, name: str, load: Load, *, hit: bool) -> DraftGrant:
         """Return the draft steps that come with a correction; none if each step is weighed on its own.
 
-        A draft that may not read beside the target gets none before the first token: the target has all threads.
+        A draft that has to read, before the first token as far as is known, and may not, gets none: the target has all
+        threads meanwhile.
         """
-        read = self._reading(state, name, load)
+        read, unread = self._reading(state, name, load), state.drafters[name].unread or not state.output_ids
         if not self.drafters[name].paced:
             grant = DraftGrant((1,))
-        elif load.schedule == "parallel" and (state.output_ids or read):
+        elif load.schedule == "parallel" and (read or not unread):
             grant = self.policy.grant(load, hit=hit)
         else:
             return DraftGrant()
