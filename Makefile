@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PINS = $$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench contest notebooks docs clean
+.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench contest long-texts notebooks docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -66,6 +66,11 @@ bench: setup ## the real pair: all schedules side by side (about 12 minutes on t
 contest: setup ## docs/performance.md: this engine against others on a virtual clock (about half an hour on two cores)
 	@$(BIN)/python -m benchmarks.contest --json docs/performance.json --plot docs/performance.png
 	@$(BIN)/python -m benchmarks.contest.tables
+
+long-texts: setup ## docs/performance.md: this engine, llama.cpp and OpenVINO on long texts (hours; needs both packages)
+	@$(BIN)/langchain-card bench --context 300 1000 3000 7000 --answer 16 64 256 --methods card llama-cpp openvino \
+		--repeat 3 --json docs/long_texts.json --plot docs/long_texts.png
+	@$(BIN)/python benchmarks/long_texts.py
 
 notebooks: setup ## execute the cookbook and store its outputs
 	@$(BIN)/python .ci/notebooks.py

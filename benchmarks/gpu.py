@@ -209,7 +209,8 @@ def strict_equality(bench: Bench, shape: str, tokens: int) -> None:
             ids = (output[-1] if output else prompt[-1], *candidates(len(output)))
             start = len(prompt) - 1 + len(output)
             window = m.Window(0, len(output), start, ids, tuple(range(-1, len(ids) - 1)), kept)
-            rows, new = ExactRule().walk(window, worker.verify([window])[0], request)
+            (verdict,) = (report for report in worker.verify([window]) if isinstance(report, m.Verdict))
+            rows, new = ExactRule().walk(window, verdict, request)
             output += new
             kept = tuple(rows)
         worker.end(0)

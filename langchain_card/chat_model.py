@@ -25,6 +25,7 @@ from langchain_card.chat.answer_shape import answer_shape, named_by_user
 from langchain_card.chat.batches import Batches, join_group
 from langchain_card.chat.error_mapping import answering, langchain_errors
 from langchain_card.chat.progress import ConsoleProgress
+from langchain_card.chat.readings import ReportsReadings, areport_readings, report_readings
 from langchain_card.chat.reasoning import thinking_of
 from langchain_card.chat.structured import ToolsAndSchemas
 from langchain_card.constraints.json_schema import ANY_OBJECT
@@ -46,7 +47,7 @@ def _threads(purpose: str, process_id: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"card-{purpose}")
 
 
-class CARDChatModel(ToolsAndSchemas, Batches):
+class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     r"""A local chat model that drafts and verifies at once; its answers are the target model's own.
 
     ```python
@@ -209,6 +210,7 @@ class CARDChatModel(ToolsAndSchemas, Batches):
     ) -> ChatResult:
         answer = self._start(messages, stop, kwargs)
         with consuming(answer.generation, self.timeout):
+            report_readings(answer.generation)
             answer.generation.result()
             return answer.result()
 
@@ -223,6 +225,7 @@ class CARDChatModel(ToolsAndSchemas, Batches):
     ) -> ChatResult:
         answer = await self._astart(messages, stop, kwargs)
         with consuming_in_task(answer.generation, self.timeout):
+            await areport_readings(answer.generation)
             await answer.generation.aresult()
             return answer.result()
 
@@ -237,6 +240,7 @@ class CARDChatModel(ToolsAndSchemas, Batches):
     ) -> Iterator[ChatGenerationChunk]:
         answer = self._start(messages, stop, kwargs)
         with consuming(answer.generation, self.timeout):
+            report_readings(answer.generation)
             for piece in answer.generation:
                 chunk = answer.chunk(piece)
                 if run_manager is not None:
@@ -258,6 +262,7 @@ class CARDChatModel(ToolsAndSchemas, Batches):
     ) -> AsyncIterator[ChatGenerationChunk]:
         answer = await self._astart(messages, stop, kwargs)
         with consuming_in_task(answer.generation, self.timeout):
+            await areport_readings(answer.generation)
             async for piece in answer.generation:
                 chunk = answer.chunk(piece)
                 if run_manager is not None:

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from typing_extensions import Self
 
 from langchain_card.config import Limits
-from langchain_card.core.messages import Begin, Correct, Effect, Emit, End, Event, Grow, Proposal, Verdict, Window
+from langchain_card.core.messages import (
+    Begin,
+    Correct,
+    Effect,
+    Emit,
+    End,
+    Event,
+    Grow,
+    Proposal,
+    Reading,
+    Verdict,
+    Window,
+)
 from langchain_card.core.policy import Policy as Policy
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.core.walk import AcceptanceRule as AcceptanceRule
@@ -181,8 +193,8 @@ class Target(Protocol):
     def begin(self, begin: Begin) -> None:
         """Open a sequence; nothing need be computed yet."""
 
-    def verify(self, windows: Sequence[Window]) -> list[Verdict]:
-        """Return the target's own token after every row of every window.
+    def verify(self, windows: Sequence[Window]) -> Sequence[Verdict | Reading]:
+        """Return the target's own token after every row of every window, or how far its text has been read.
 
         Raises:
             MemoryError, torch.OutOfMemoryError: not enough memory; the same sequences may be verified again.
@@ -274,6 +286,9 @@ class Consumer(Protocol):
 
     def watch(self, stats: RequestStats) -> None:
         """Note that the request has started; `stats` is updated while it runs."""
+
+    def read(self, reading: Reading) -> None:
+        """Note how much of a long text was read."""
 
     def push(self, emit: Emit) -> int | None:
         """Take committed tokens; return the number of tokens that count if a stop string was met, else None."""

@@ -124,6 +124,12 @@ class Comparison:
         ]
         return sum(same), len(same)
 
+    def last_turn(self) -> dict[str, Run]:
+        """Return the runs of the last turn by method, in the order of `weights`."""
+        last = self.rows[-1]
+        turn = {row.method: row.run for row in self.rows if (row.group, row.repeat) == (last.group, last.repeat)}
+        return {name: turn[name] for name in self.weights if name in turn}
+
     def to_json(self) -> dict[str, Any]:
         """Return all results in the form of `bench --json`."""
         return {
@@ -138,6 +144,7 @@ def compare(
     results: Comparison,
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
+    max_tokens: int,
     batch: int,
     repeats: int,
     decode: Callable[[Sequence[int]], str],
@@ -151,6 +158,7 @@ def compare(
         results: receives the runs.
         methods: plain decoding among them.
         prompts: token ids of each.
+        max_tokens: of each answer.
         batch: prompts per run.
         repeats: passes over all prompts.
         decode: turns token ids into text, for answers that differ.
@@ -162,21 +170,31 @@ def compare(
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     cold, sizes = Comparison(results.weights, failed=results.failed), [sum(map(len, group)) for group in groups]
     for number, size in enumerate((max(sizes), min(sizes)), 1):
-        _turn(cold, methods, groups[sizes.index(size)], 0, -number)
+        turn(cold, methods, groups[sizes.index(size)], max_tokens, 0, -number)
     for number, (repeat, group) in enumerate(itertools.product(range(repeats), range(len(groups))), 1):
-        _turn(results, methods, groups[group], group, repeat)
-        results.differences += _differences(results, group, repeat, decode)
+        turn(results, methods, groups[group], max_tokens, group, repeat)
+        results.differences += differences(results, group, repeat, decode)
         report(results, number, repeats * len(groups))
 
 
-def _turn(
-    results: Comparison, methods: Sequence[Method], prompts: Sequence[Sequence[int]], group: int, repeat: int
+def turn(
+    results: Comparison,
+    methods: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    group: int,
+    repeat: int,
 ) -> None:
+    """Let each method that has not failed answer a batch of prompts, in an order that `group` and `repeat` determine.
+
+    Raises:
+        CARDError: plain decoding failed.
+    """
     order = [method for method in methods if method.name not in results.failed]
     random.Random(f"{group} {repeat}").shuffle(order)  # noqa: S311
     for method in order:
         try:
-            run = method.run(prompts, repeat)
+            run = method.run(prompts, max_tokens, repeat)
         except CARDError as error:  # noqa: PERF203
             if method.name == PLAIN:
                 raise
@@ -185,7 +203,7 @@ def _turn(
             results.rows.append(Row(method.name, group, repeat, run))
 
 
-def _differences(
+def differences(
     results: Comparison, group: int, repeat: int, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[Difference]:
     """Yield the answers of one turn that differ from plain decoding, without gaps."""
@@ -231,10 +249,14 @@ def _gap(engine: Engine, text: Sequence[int]) -> float:
 
 def markdown(results: Comparison) -> str:
     """Return a table with a line per method, without figures for those that failed."""
-    lines = [HEADERS, *(_line(results, name) for name in results.weights)]
+    return markdown_table([HEADERS, *(_line(results, name) for name in results.weights)])
+
+
+def markdown_table(lines: Sequence[tuple[str, ...]]) -> str:
+    """Return the cells of `lines` as a table in Markdown; the first line is its header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, tuple("-" * width for width in widths))
-    rendered = (" | ".join(map(str.ljust, line, widths)) for line in lines)
+    ruled = [lines[0], tuple("-" * width for width in widths), *lines[1:]]
+    rendered = (" | ".join(map(str.ljust, line, widths)) for line in ruled)
     return "\n".join(f"| {line} |" for line in rendered)
 
 
@@ -274,10 +296,14 @@ def _bounds(results: Comparison, name: str) -> str:
 
 
 def remarks(results: Comparison) -> list[str]:
-    """Return the notes below the table: failed methods, differing answers, unequal conditions."""
+    """Return the notes below the table: those of `conditions`, and missing bounds."""
+    few = 0 < len(results.speedups(PLAIN)) < MIN_PROMPTS
+    return [*conditions(results), *([f"Bounds are given from {MIN_PROMPTS} prompts on."] if few else [])]
+
+
+def conditions(results: Comparison) -> list[str]:
+    """Return notes on failed methods, differing answers and unequal conditions."""
     notes = [f"{name} was left out: {why}" for name, why in results.failed.items()]
-    if 0 < len(results.speedups(PLAIN)) < MIN_PROMPTS:
-        notes.append(f"Bounds are given from {MIN_PROMPTS} prompts on.")
     for name in results.weights:
         if differences := [d for d in results.differences if d.method == name]:
             notes += _remark(results, name, differences)

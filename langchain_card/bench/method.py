@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ class Run:
         first: seconds until the first token of the first answer, mostly spent on prefill.
         seconds: from the first token to the end of the last answer.
         tokens: generated in `seconds`: all tokens but those of the first step.
+        gap: longest time without a new token after the first, in seconds.
         peak: most bytes of memory that the method's process held, weights included.
         figures: statistics that only some methods report: `accepted_length`, `acceptance`, `hit_rate`, `target_busy`,
             `draft_busy`, `schedule`.
@@ -32,13 +34,45 @@ class Run:
     first: float
     seconds: float
     tokens: int
+    gap: float = 0.0
     peak: int = 0
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_steps(
+        cls,
+        token_ids: tuple[tuple[int, ...], ...],
+        begun: float,
+        ended: Sequence[float],
+        first_tokens: int,
+        figures: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Return a run from the times of its steps.
+
+        Args:
+            token_ids: of each answer.
+            begun: time at which the prompts were passed.
+            ended: times at which the steps ended.
+            first_tokens: tokens of the first step.
+            figures: see the class.
+        """
+        tokens = sum(map(len, token_ids)) - first_tokens
+        return cls(token_ids, ended[0] - begun, ended[-1] - ended[0], tokens, longest_gap(ended), figures=figures or {})
+
+    @property
+    def whole(self) -> float:
+        """Seconds from the prompt to the end of the last answer."""
+        return self.first + self.seconds
 
     @property
     def speed(self) -> float:
         """Tokens per second after the first token; 0 if no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def longest_gap(times: Iterable[float]) -> float:
+    """Return the longest time between two of `times`, which rise; 0 if there are fewer than two."""
+    return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 class Method(Protocol):
@@ -52,8 +86,8 @@ class Method(Protocol):
     name: str
     weights: str
 
-    def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
-        """Answer a batch of prompts. Texts of another `repeat` are not reused."""
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> Run:
+        """Answer a batch of prompts with at most `max_tokens` each. Texts of another `repeat` are not reused."""
 
 
 class PeakMemory:

@@ -38,12 +38,14 @@ class PeerKind:
         batches: True if it accepts several prompts at once.
         weights: this engine's, the same in float32, or those of the GGUF file.
         package: required besides transformers.
+        room: memory of its process as a multiple of its weights. An estimate.
     """
 
     drafts: bool = False
     batches: bool = False
     weights: Literal["same", "float32", "gguf"] = "same"
     package: str = ""
+    room: float = 1.3
 
 
 PEERS: dict[str, PeerKind] = {
@@ -53,11 +55,12 @@ PEERS: dict[str, PeerKind] = {
     "hf-prompt-lookup": PeerKind(),
     "flashspec": PeerKind(drafts=True, package="flashspec"),
     "llama-cpp": PeerKind(weights="gguf", package="llama-cpp-python"),
+    "openvino": PeerKind(weights="gguf", package="openvino-genai", room=4.0),
 }
 """Loops of other packages.
 
 transformers' `generate` in float32, on this engine's weights, with its draft, and with prompt lookup; FlashSpec with
-its own choice of strategy; llama.cpp without a draft."""
+its own choice of strategy; llama.cpp and OpenVINO GenAI without a draft."""
 
 METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import heapq
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from langchain_card.bench.machine import number_format, proposed_tokens
-from langchain_card.bench.method import Method, PeakMemory, Run
+from langchain_card.bench.method import Method, PeakMemory, Run, longest_gap
 from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES
 from langchain_card.bench.peers import Peer
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.engine.generation import Generation
 from langchain_card.errors import CARDError
 from langchain_card.models.loader import Pair, resolve
 
@@ -23,14 +27,12 @@ class DecodeOptions:
     """Options that all compared methods decode with.
 
     Attributes:
-        max_tokens: of each answer.
         temperature: 0 is greedy decoding.
-        batch: prompts per run.
+        ignore_end: True continues an answer after the end of text, up to its maximum of tokens.
     """
 
-    max_tokens: int
     temperature: float = 0.0
-    batch: int = 1
+    ignore_end: bool = False
 
 
 class EngineMethod:
@@ -48,18 +50,20 @@ class EngineMethod:
         self._engine, self._options = engine, options
         self._peak = PeakMemory(cuda=any("cuda" in device for device in engine.devices.values()))
 
-    def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> Run:
         """Answer a batch of prompts, as a tenant per method and repeat, so that caches are not shared."""
         params = SamplingParams(
-            max_tokens=self._options.max_tokens,
+            max_tokens=max_tokens,
             temperature=self._options.temperature,
             schedule=SCHEDULES.get(self.name, "auto"),
+            banned_ids=self._engine.eos_ids if self._options.ignore_end else (),
             tenant=f"{self.name} {repeat}",
         )
         self._peak.reset()
         self._engine.announce(len(prompts))
         generations = [self._engine.submit(prompt, params) for prompt in prompts]
-        answers = [generation.result() for generation in generations]
+        arrivals = asyncio.run(_read(generations))
+        answers = [generation.completion() for generation in generations]
         stats = [answer.stats for answer in answers]
         first, ended = min(s.first_token for s in stats), max(s.ended for s in stats)
         return Run(
@@ -67,9 +71,19 @@ class EngineMethod:
             first - min(s.submitted for s in stats),
             ended - first,
             sum(s.output_tokens - 1 for s in stats),
+            longest_gap(heapq.merge(*arrivals)),
             self._peak.read(),
             _figures(stats, ended - first),
         )
+
+
+async def _read(generations: Sequence[Generation]) -> list[list[float]]:
+    """Read answers as they are written; return the times of their tokens."""
+
+    async def read(generation: Generation) -> list[float]:
+        return [time.perf_counter() async for _ in generation]
+
+    return await asyncio.gather(*map(read, generations))
 
 
 def _figures(stats: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
@@ -112,7 +126,7 @@ def open_methods(
         if name in PEERS:
             report(f"loading {name}")
             try:
-                peer = Peer(name, config, options.max_tokens, options.temperature)
+                peer = Peer(name, config, options.temperature, ignore_end=options.ignore_end)
             except CARDError as error:
                 failed[name] = str(error)
                 continue

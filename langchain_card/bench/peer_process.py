@@ -21,7 +21,7 @@ from langchain_card.models.loader import ModelSpec, Pair, load_model, resolve
 from langchain_card.models.store import ModelStore
 from langchain_card.runtime.threads import num_cores, use_threads
 
-_Generate: TypeAlias = Callable[[Sequence[Sequence[int]]], Run]
+_Generate: TypeAlias = Callable[[Sequence[Sequence[int]], int], Run]
 
 
 def main() -> None:
@@ -40,8 +40,11 @@ def main() -> None:
     for line in sys.stdin:
         peak.reset()
         try:
-            run = generate(json.loads(line)["prompts"])
-            response = {name: getattr(run, name) for name in ("token_ids", "first", "seconds", "tokens", "figures")}
+            message = json.loads(line)
+            run = generate(message["prompts"], message["max_tokens"])
+            response = {
+                name: getattr(run, name) for name in ("token_ids", "first", "seconds", "tokens", "gap", "figures")
+            }
             response["peak"] = peak.read()
         except Exception as error:
             response = {"error": _message(error)}
@@ -57,19 +60,21 @@ def _make(setup: dict[str, Any]) -> tuple[_Generate, torch.device]:
     if kind.weights == "float32":
         config = replace(config, quantization=None, dtype="float32")
     pair = resolve(config)
-    make = {"flashspec": _flashspec, "llama-cpp": _llama_cpp}.get(setup["name"], _transformers)
-    return make(setup["name"], pair, setup["max_tokens"], setup["temperature"]), pair.target.device
+    if setup["ignore_end"]:
+        pair = replace(pair, eos_ids=())
+    make = {"flashspec": _flashspec, "llama-cpp": _llama_cpp, "openvino": _openvino}.get(setup["name"], _transformers)
+    return make(setup["name"], pair, setup["temperature"]), pair.target.device
 
 
-def gguf_file(model: str) -> Path:
-    """Return the GGUF file of a model.
+def gguf_file(name: str, model: str) -> Path:
+    """Return the GGUF file of a model, which the peer `name` reads.
 
     Raises:
         InvalidInputError: the model has none.
     """
     path = ModelStore().path(model)
     if path.suffix != ".gguf":
-        raise InvalidInputError("--methods", "llama-cpp", f"reads GGUF files, {model} is none", "leave it out")
+        raise InvalidInputError("--methods", name, f"reads GGUF files, {model} is none", "leave it out")
     return path
 
 
@@ -94,7 +99,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _transformers(name: str, pair: Pair, max_tokens: int, temperature: float) -> _Generate:
+def _transformers(name: str, pair: Pair, temperature: float) -> _Generate:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     model = _load(pair.target)
@@ -118,7 +123,7 @@ def _transformers(name: str, pair: Pair, max_tokens: int, temperature: float) ->
             self.steps.append((input_ids.shape[1], _now(input_ids.device)))
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    def generate(prompts: Sequence[Sequence[int]]) -> Run:
+    def generate(prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
         longest = max(map(len, prompts))
         padded = [[padding] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -133,10 +138,9 @@ def _transformers(name: str, pair: Pair, max_tokens: int, temperature: float) ->
             pad_token_id=padding,
             **options,
         )
-        (length, first), (_, ended) = timer.steps[0], timer.steps[-1]
         answers = tuple(_cut(row, pair.eos_ids) for row in out[:, longest:].tolist())
-        first_step = (length - longest) * len(prompts)
-        return Run(answers, first - begun, ended - first, sum(map(len, answers)) - first_step)
+        lengths, ended = zip(*timer.steps, strict=True)
+        return Run.of_steps(answers, begun, ended, (lengths[0] - longest) * len(prompts))
 
     return generate
 
@@ -147,7 +151,7 @@ def _cut(token_ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(token_ids[: ends[0] + 1] if ends else token_ids)
 
 
-def _flashspec(name: str, pair: Pair, max_tokens: int, temperature: float) -> _Generate:
+def _flashspec(name: str, pair: Pair, temperature: float) -> _Generate:
     from flashspec import FlashSpecConfig, SamplingConfig, SpeculativeEngine
     from flashspec.engine import HuggingFaceDrafter, TargetModel
 
@@ -169,25 +173,25 @@ def _flashspec(name: str, pair: Pair, max_tokens: int, temperature: float) -> _G
 
     target.commit = timed
 
-    def generate(prompts: Sequence[Sequence[int]]) -> Run:
+    def generate(prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
         steps_ended.clear()
         begun = time.perf_counter()
         result = engine.generate(torch.tensor([*map(list, prompts)], device=spec.device), max_new_tokens=max_tokens)
-        ended = _now(spec.device)
+        steps_ended.append(_now(spec.device))
         answer = tuple(result.output_ids[0, : result.n_tokens_generated].tolist())
-        steps, first = result.arm_steps, (*steps_ended, ended)[0]
+        steps = result.arm_steps
         figures = {"accepted_length": len(answer) / len(steps), "acceptance": result.acceptance_rate}
-        return Run((answer,), first - begun, ended - first, len(answer) - steps[0].emitted, figures=figures)
+        return Run.of_steps((answer,), begun, steps_ended, steps[0].emitted, figures)
 
     return generate
 
 
-def _llama_cpp(name: str, pair: Pair, max_tokens: int, temperature: float) -> _Generate:
+def _llama_cpp(name: str, pair: Pair, temperature: float) -> _Generate:
     """Return llama.cpp's loop, on all cores and with its default settings."""
     from llama_cpp import Llama
 
     model = Llama(
-        str(gguf_file(pair.target.name)),
+        str(gguf_file(name, pair.target.name)),
         n_ctx=pair.max_len,
         n_threads=num_cores(),
         n_threads_batch=num_cores(),
@@ -195,7 +199,7 @@ def _llama_cpp(name: str, pair: Pair, max_tokens: int, temperature: float) -> _G
         verbose=False,
     )
 
-    def generate(prompts: Sequence[Sequence[int]]) -> Run:
+    def generate(prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
         model.reset()
         begun, answer, times = time.perf_counter(), list[int](), list[float]()
         for token in model.generate(prompts[0], temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -203,7 +207,51 @@ def _llama_cpp(name: str, pair: Pair, max_tokens: int, temperature: float) -> _G
             times.append(time.perf_counter())
             if len(answer) == max_tokens or token in pair.eos_ids:
                 break
-        return Run((tuple(answer),), times[0] - begun, times[-1] - times[0], len(answer) - 1)
+        return Run.of_steps((tuple(answer),), begun, times, 1)
+
+    return generate
+
+
+def _openvino(name: str, pair: Pair, temperature: float) -> _Generate:
+    """Return OpenVINO GenAI's loop, on all cores, with its default settings but without a memory of earlier prompts."""
+    import numpy as np
+    import openvino
+    import openvino_genai as genai
+
+    if pair.target.device.type != "cpu":
+        raise InvalidInputError("--methods", name, f"runs on the CPU, not on {pair.target.device}", "leave it out")
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False
+    scheduler.max_num_batched_tokens = pair.max_len  # by default a prompt is read in one pass, too
+    file = str(gguf_file(name, pair.target.name))
+    model = genai.LLMPipeline(file, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=num_cores())
+    options = genai.GenerationConfig()
+    options.ignore_eos, options.stop_token_ids = not pair.eos_ids, {*pair.eos_ids}
+    options.do_sample, options.apply_chat_template = temperature > 0, False
+    if temperature:
+        options.temperature = temperature
+
+    class TokenTimer(genai.StreamerBase):  # type: ignore[misc, unused-ignore]
+        """A recorder of tokens and of the time of each."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.answer, self.times = list[int](), list[float]()
+
+        def write(self, token: int | Sequence[int]) -> Any:
+            tokens = [token] if isinstance(token, int) else [*token]
+            self.answer += tokens
+            self.times += [time.perf_counter()] * len(tokens)
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            pass
+
+    def generate(prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
+        options.max_new_tokens = max_tokens
+        timer, begun = TokenTimer(), time.perf_counter()
+        model.generate(openvino.Tensor(np.array([prompts[0]], np.int64)), options, timer)
+        return Run.of_steps((tuple(timer.answer),), begun, timer.times, 1)
 
     return generate
 

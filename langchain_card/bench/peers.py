@@ -1,7 +1,7 @@
 """Decoding loops of other packages, each in its own process: two pools of CPU threads in one would slow both down.
 
 Peers run the weights of this engine in the same number format, in transformers' layers, and drafts with the whole head.
-Only `hf-float32` and `llama-cpp` run the published weights. Requests and responses are lines of JSON.
+Only `hf-float32`, `llama-cpp` and `openvino` run the published weights. Requests and responses are lines of JSON.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from langchain_card.models.loader import resolve
 SECONDS = 1800.0
 """Time limit of loading and of each run."""
 
-_ROOM = 1.3
-"""Memory of a peer's process as a multiple of its weights. An estimate."""
-
 _FIELDS = ("model", "draft_model", "device", "draft_device", "dtype", "quantization", "max_model_len")
 
 
@@ -43,7 +40,8 @@ class Peer:
     Args:
         name: one of `PEERS`.
         config: names the weights.
-        max_tokens, temperature: of all answers.
+        temperature: of all answers.
+        ignore_end: True continues answers after the end of text.
 
     Raises:
         InvalidInputError: the package cannot run this pair.
@@ -51,7 +49,7 @@ class Peer:
         EngineError: the process did not start, or died.
     """
 
-    def __init__(self, name: str, config: EngineConfig, max_tokens: int, temperature: float) -> None:
+    def __init__(self, name: str, config: EngineConfig, temperature: float = 0.0, *, ignore_end: bool = False) -> None:
         self.name, (self.weights, needed) = name, _weights(name, config)
         _check_room(name, needed, resolve(config).target.device)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
@@ -60,14 +58,14 @@ class Peer:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)  # noqa: S603
         fields = {name: getattr(config, name) for name in _FIELDS}
         try:
-            self._request({"name": name, "config": fields, "max_tokens": max_tokens, "temperature": temperature})
+            self._request({"name": name, "config": fields, "temperature": temperature, "ignore_end": ignore_end})
         except BaseException:
             self.close()
             raise
 
-    def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> Run:
         """Answer a batch of prompts. Nothing is reused between answers."""
-        response = self._request({"prompts": [list(prompt) for prompt in prompts]})
+        response = self._request({"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens})
         return Run(**response | {"token_ids": tuple(map(tuple, response["token_ids"]))})
 
     def _request(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def _weights(name: str, config: EngineConfig) -> tuple[str, int]:
     """Return a peer's number formats, in words, and the bytes of its weights."""
     kind = PEERS[name]
     if kind.weights == "gguf":
-        file = gguf_file(config.model)
+        file = gguf_file(name, config.model)
         return f"{form_of(open_gguf(file))} of the file", file.stat().st_size
     pair = resolve(replace(config, quantization=None, dtype="float32") if kind.weights == "float32" else config)
     if kind.drafts and pair.vocabulary is not None:
@@ -119,7 +117,7 @@ def _weights(name: str, config: EngineConfig) -> tuple[str, int]:
 
 
 def _check_room(name: str, weights: int, device: torch.device) -> None:
-    needed, free = _ROOM * weights, free_bytes(device)
+    needed, free = PEERS[name].room * weights, free_bytes(device)
     if needed > free:
         limit = f"needs {needed / 2**30:.1f} GiB for weights of its own, {free / 2**30:.1f} GiB are free"
         raise DeviceError("--methods", name, limit, "compare fewer at once")

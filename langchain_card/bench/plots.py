@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.compare import MIN_PROMPTS, Comparison
+from langchain_card.bench.long_texts import LongText, runs_of
 from langchain_card.bench.method_table import PEERS, PLAIN
 from langchain_card.bench.timeline import Round, Timeline, corrections
 from langchain_card.core.messages import TARGET
@@ -73,6 +76,37 @@ def _bar(panel: Any, place: int, times: Measured, speedups: Sequence[float], col
         panel.errorbar(times.value, place, xerr=[[times.value - times.low], [times.high - times.value]], color="black")
     panel.plot(speedups, [place] * len(speedups), "|", color="#333333", alpha=0.5, ms=7)
     panel.text(max(times.high, *speedups) + 0.04, place, f"{times.value:.2f}", va="center", size=9)
+
+
+def plot_long_texts(results: Comparison, texts: Sequence[LongText], path: Path, title: str) -> None:
+    """Draw whole time and speed over the length of the text into a file: a column per length of answer."""
+    answers, contexts = (sorted({getattr(text, name) for text in texts}) for name in ("answer", "context"))
+    rows = {"seconds, whole": "whole", "tokens/s after the first": "speed"}
+    figure, grid = panels(1 + 2.6 * len(answers), 5.2, len(rows), len(answers))
+    for line, (label, figure_name) in zip(grid, rows.items(), strict=True):
+        for panel, answer in zip(line, answers, strict=True):
+            for method in results.weights:
+                found = {c: [*itertools.chain(*runs_of(results, texts, method, c, answer).values())] for c in contexts}
+                points = {
+                    c: statistics.median(getattr(run, figure_name) for run in runs) for c, runs in found.items() if runs
+                }
+                panel.plot(
+                    [*points], [*points.values()], "o-" if method not in PEERS else "s--", ms=3, lw=1.2, label=method
+                )
+            panel.set_xlim(0, None)
+            panel.set_ylim(0, None)
+            panel.tick_params(labelsize=7)
+            for side in ("top", "right"):
+                panel.spines[side].set_visible(False)
+            if panel in grid[0]:
+                panel.set_title(f"{answer:,} tokens written", size=8)
+            else:
+                panel.set_xlabel("tokens read", size=8)
+        line[0].set_ylabel(label, size=8)
+    grid[0][0].legend(fontsize=7, frameon=False)
+    figure.suptitle(title, size=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=160)
 
 
 def plot_timeline(

@@ -1,4 +1,4 @@
-"""`langchain-card bench`: methods side by side; with `--steps` the step times of a pair."""
+"""`langchain-card bench`: methods side by side, on long texts with `--context`; step times with `--steps`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_card.bench.compare import Comparison
+    from langchain_card.bench.long_texts import LongText
     from langchain_card.cli.render import Screen
 
 PROMPTS, STEPS = 20, 8
 """`--count` by default: prompts of a comparison; steps of each size."""
+
+LONG_METHODS = ("plain", "card")
+"""`--methods` by default with `--context`."""
+
+ANSWERS = (16, 64, 256)
+"""`--answer` by default: tokens of the answers to long texts."""
+
+_SHORT = {"prompts": "own", "max_tokens": 128, "batch": 1, "count": None, "steps": None}
+"""Options that do not go with `--context`, with their defaults."""
+
+_MARGIN = 64
+"""Tokens by which a long prompt may exceed its nominal length."""
 
 
 def register(subparsers: Any) -> None:
@@ -28,18 +42,23 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure ways to decode, side by side")
     add_engine_fields(parser)
     add_drafter_fields(parser)
-    known = f"of {', '.join(METHODS)} ({' '.join(DEFAULTS)})"
-    parser.add_argument("--methods", nargs="+", default=DEFAULTS, metavar="NAME", help=known)
-    parser.add_argument("--prompts", default="own", metavar="SET", help=SETS)
+    known = f"of {', '.join(METHODS)} ({' '.join(DEFAULTS)}; with --context {' '.join(LONG_METHODS)})"
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help=known)
+    parser.add_argument("--prompts", metavar="SET", help=SETS)
     parser.add_argument("--count", type=int, help=f"prompts ({PROMPTS}); with --steps, steps of each size ({STEPS})")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer (128)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of each answer (128)")
+    parser.add_argument("--context", type=int, nargs="+", metavar="N", help="read long texts, of so many tokens each")
+    default = " ".join(map(str, ANSWERS))
+    parser.add_argument(
+        "--answer", type=int, nargs="+", metavar="N", help=f"with --context, tokens of each answer ({default})"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    parser.add_argument("--batch", type=int, default=1, help="prompts at once (1)")
+    parser.add_argument("--batch", type=int, help="prompts at once (1)")
     parser.add_argument("--repeat", type=int, default=1, help="times that all prompts are answered (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, as they come")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (needs the extra `bench`)")
     parser.add_argument("--steps", type=Path, metavar="FILE", help="measure a pair's step times here into FILE")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, **_SHORT)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.steps is not None:
         _measure(args)
+    elif args.context is not None:
+        _compare_long_texts(args)
     else:
         _compare(args)
     return 0
@@ -54,9 +75,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong is, before hours of work."""
+    from langchain_card.bench.method_table import DEFAULTS
     from langchain_card.cli.fields import check_output
-    from langchain_card.errors import check_range
+    from langchain_card.errors import InvalidInputError, check_range
 
+    if args.context is not None:
+        for name, default in _SHORT.items():
+            if getattr(args, name) != default:
+                option = f"--{name.replace('_', '-')}"
+                raise InvalidInputError(option, getattr(args, name), "does not go with --context", "leave one out")
+    elif args.answer is not None:
+        raise InvalidInputError(
+            "--answer", args.answer, "goes with --context only", "add --context, or use --max-tokens"
+        )
+    for option in ("context", "answer"):
+        for length in getattr(args, option) or ():
+            check_range(f"--{option}", length, 1, 10_000_000)
+    args.methods = args.methods or (DEFAULTS if args.context is None else LONG_METHODS)
     if args.count is None:
         args.count = PROMPTS if args.steps is None else STEPS
     check_range("--count", args.count, 1, 100_000)
@@ -65,10 +100,12 @@ def _check(args: argparse.Namespace) -> None:
     for option in ("steps", "json"):
         check_output(f"--{option}", getattr(args, option), ".json")
     check_output("--plot", args.plot, ".png", ".svg", ".pdf")
+    if args.plot is not None:
+        from langchain_card.bench import plots  # noqa: F401 - fails before the work, where matplotlib is absent
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from langchain_card.bench import machine, prompts
+    from langchain_card.bench import prompts
     from langchain_card.bench.compare import Comparison, compare, measure_gaps
     from langchain_card.bench.method_table import check_methods
     from langchain_card.bench.methods import DecodeOptions, open_methods
@@ -79,33 +116,17 @@ def _compare(args: argparse.Namespace) -> None:
     from langchain_card.config import EngineConfig
     from langchain_card.core.request import SamplingParams
 
-    if args.plot is not None:
-        from langchain_card.bench import plots  # noqa: F401 - fails before the work, where matplotlib is absent
     fields, screen = engine_fields(args) | drafter_fields(args), Screen()
-    config = EngineConfig(**fields)
-    options = DecodeOptions(args.max_tokens, args.temperature, args.batch)
-    SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature).check(config.limits)
+    config, options = EngineConfig(**fields), DecodeOptions(args.temperature)
+    SamplingParams(max_tokens=args.max_tokens, temperature=options.temperature).check(config.limits)
     names = check_methods(tuple(args.methods), config, args.batch)
     texts = prompts.find(args.prompts, args.count)
-    about = {
-        "command": shlex.join(["langchain-card", *args.given]),
-        "machine": machine.describe(),
-        "engine": fields,
-        "prompts": args.prompts,
-        "asked": asdict(options),
-    }
-
-    def save(results: Comparison) -> None:
-        if args.json is not None:
-            new = args.json.with_suffix(".new")
-            new.write_text(json.dumps(about | results.to_json()) + "\n")
-            os.replace(new, args.json)
+    asked = {"max_tokens": args.max_tokens, "temperature": args.temperature, "batch": args.batch}
+    save = partial(_save, args, {"engine": fields, "prompts": args.prompts, "asked": asked})
 
     def report(results: Comparison, number: int, total: int) -> None:
         save(results)
-        group, repeat = results.rows[-1].group, results.rows[-1].repeat
-        now = {row.method: row.run for row in results.rows if (row.group, row.repeat) == (group, repeat)}
-        speeds = "  ".join(f"{name} {now[name].speed:.1f}" for name in names if name in now)
+        speeds = "  ".join(f"{name} {run.speed:.1f}" for name, run in results.last_turn().items())
         screen.note(f"{number} of {total}, tokens/s: {speeds}")
 
     with contextlib.ExitStack() as stack:
@@ -114,12 +135,29 @@ def _compare(args: argparse.Namespace) -> None:
         weights = {method.name: method.weights for method in methods}
         results = Comparison(weights, failed=failed, greedy=not args.temperature)
         try:
-            compare(results, methods, ids, args.batch, args.repeat, engine.tokenizer.decode, report)
+            decode = engine.tokenizer.decode
+            compare(results, methods, ids, args.max_tokens, args.batch, args.repeat, decode, report)
             if results.greedy:
                 measure_gaps(results, engine, ids, args.batch, screen.note)
         finally:  # a run that was cut short shows what it has
             save(results)
             _show(screen, results, args)
+
+
+def _save(args: argparse.Namespace, about: Mapping[str, Any], results: Comparison) -> None:
+    """Write the results with what they are about, if the user wants a file."""
+    from langchain_card.bench import machine
+    from langchain_card.bench.method_table import PEERS
+
+    if args.json is None:
+        return
+    command = shlex.join(["langchain-card", *args.given])
+    new = args.json.with_suffix(".new")
+    packages = [PEERS[name].package for name in results.weights if name in PEERS and PEERS[name].package]
+    versions = {"machine": machine.describe(), "packages": {name: machine.version(name) for name in packages}}
+    rows = {"command": command, **versions, **about, **results.to_json()}
+    new.write_text(json.dumps(rows) + "\n")
+    os.replace(new, args.json)
 
 
 def _show(screen: Screen, results: Comparison, args: argparse.Namespace) -> None:
@@ -129,15 +167,73 @@ def _show(screen: Screen, results: Comparison, args: argparse.Namespace) -> None
         print(markdown(results))
     for remark in remarks(results):
         screen.print(remark)
-    if args.json is not None:
-        screen.note(f"{len(results.rows)} rows are in {args.json}")
     if args.plot is not None and results.rows:
         from langchain_card.bench.plots import plot_comparison
 
         answers = {row.group: len(row.run.token_ids) for row in results.rows}
         asked = f"{args.prompts}, {sum(answers.values())} prompts"
         plot_comparison(results, args.plot, f"{args.model}, draft {args.draft_model}; {asked}")
+    _name_files(screen, results, args)
+
+
+def _name_files(screen: Screen, results: Comparison, args: argparse.Namespace) -> None:
+    if args.json is not None:
+        screen.note(f"{len(results.rows)} rows are in {args.json}")
+    if args.plot is not None and results.rows:
         screen.note(f"a picture is in {args.plot}")
+
+
+def _compare_long_texts(args: argparse.Namespace) -> None:
+    from langchain_card.bench.compare import Comparison
+    from langchain_card.bench.long_texts import compare_long_texts, long_texts
+    from langchain_card.bench.method_table import check_methods
+    from langchain_card.bench.methods import DecodeOptions, open_methods
+    from langchain_card.cli.chat import load
+    from langchain_card.cli.fields import drafter_fields, engine_fields
+    from langchain_card.cli.render import Screen
+    from langchain_card.config import EngineConfig, Limits
+    from langchain_card.core.request import SamplingParams
+
+    answers, screen = args.answer or ANSWERS, Screen()
+    texts = long_texts(args.context, answers, args.repeat)
+    room = max(args.context) + max(answers) + Limits().max_window + _MARGIN  # the same KV cache for all methods
+    fields = engine_fields(args) | drafter_fields(args) | {"max_model_len": room}
+    config, options = EngineConfig(**fields), DecodeOptions(args.temperature, ignore_end=True)
+    SamplingParams(max_tokens=max(answers), temperature=options.temperature).check(config.limits)
+    names = check_methods(tuple(args.methods), config, batch=1)
+    save = partial(_save, args, {"engine": fields, "asked": asdict(options), "texts": [*map(asdict, texts)]})
+
+    def report(results: Comparison, number: int, total: int) -> None:
+        save(results)
+        text = texts[number - 1]
+        seconds = "  ".join(f"{name} {run.whole:.1f}" for name, run in results.last_turn().items())
+        lengths = f"{text.context:,} tokens of {text.kind} read, {text.answer:,} written"
+        screen.note(f"{number} of {total}: {lengths}, seconds: {seconds}")
+
+    with contextlib.ExitStack() as stack:
+        engine, methods, failed = open_methods(names, config, options, stack, partial(load, screen), screen.note)
+        weights = {method.name: method.weights for method in methods}
+        results = Comparison(weights, failed=failed, greedy=not args.temperature)
+        try:
+            compare_long_texts(results, methods, texts, engine, report)
+        finally:  # a run that was cut short shows what it has
+            save(results)
+            _show_long_texts(screen, results, texts, args)
+
+
+def _show_long_texts(screen: Screen, results: Comparison, texts: Sequence[LongText], args: argparse.Namespace) -> None:
+    from langchain_card.bench.compare import conditions, markdown_table
+    from langchain_card.bench.long_texts import table
+
+    if results.rows:
+        print(markdown_table([*table(results, texts)]))
+    for remark in conditions(results):
+        screen.print(remark)
+    if args.plot is not None and results.rows:
+        from langchain_card.bench.plots import plot_long_texts
+
+        plot_long_texts(results, texts, args.plot, f"{args.model}, draft {args.draft_model}; medians")
+    _name_files(screen, results, args)
 
 
 def _measure(args: argparse.Namespace) -> None:

@@ -157,7 +157,7 @@ class Board:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._table(console.is_terminal)
         if self.generation is not None:
-            yield Text(f"{self._label} · {progress(self.generation.stats)}", "dim")
+            yield Text(f"{self._label} · {progress(self.generation.stats, self.generation.reading)}", "dim")
 
     def _table(self, is_terminal: bool) -> Table:
         lines, gap = (box.SIMPLE_HEAD, 1) if is_terminal else (None, 2)

@@ -18,6 +18,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from langchain_card.core.messages import Reading
     from langchain_card.core.request import RequestStats
     from langchain_card.engine.generation import Generation
     from langchain_card.errors import CARDError
@@ -54,8 +55,15 @@ def seconds_of(stats: RequestStats) -> float:
     return stats.seconds(time.perf_counter())
 
 
-def progress(stats: RequestStats | None) -> str:
-    """Return an answer's length and speed as text; `stats` is None before the request has started."""
+def progress(stats: RequestStats | None, reading: Reading | None = None) -> str:
+    """Return an answer's length and speed as text.
+
+    Args:
+        stats: of the answer; None before the request has started.
+        reading: how much of a long prompt was read.
+    """
+    if (stats is None or not stats.rounds) and reading is not None:
+        return f"reading {reading.total:,} tokens: {share(reading.read, reading.total)}"
     if stats is None or not stats.rounds:
         return "reading the prompt"
     seconds = seconds_of(stats)
@@ -63,9 +71,9 @@ def progress(stats: RequestStats | None) -> str:
     return f"{stats.output_tokens} tokens at {max(0.0, rate):.1f}/s"
 
 
-def status(stats: RequestStats | None) -> str:
+def status(stats: RequestStats | None, reading: Reading | None = None) -> str:
     """Return `progress` with acceptance, hit rate and how busy the devices are."""
-    line = progress(stats)
+    line = progress(stats, reading)
     if stats is None or not stats.rounds or stats.schedule == "plain":
         return line
     seconds = seconds_of(stats)
@@ -132,9 +140,22 @@ class Screen:
                 for piece in generation:
                     drawing.push(piece)
             return
+        self._show_reading(generation)
         for piece in generation:
             print(clean(piece.text), end="", flush=True)
         print(flush=True)
+
+    def _show_reading(self, generation: Generation) -> None:
+        """Show how much of a long prompt was read, until the answer begins: on standard error if it is a terminal."""
+        if not (self.errors.is_terminal and sys.stderr.isatty()):
+            return
+        line = self.errors.status("", spinner_style="dim")
+        try:
+            for reading in generation.readings():
+                line.update(Text(progress(None, reading), "dim"))
+                line.start()
+        finally:
+            line.stop()
 
     def _write(self, console: Console, text: str, style: str) -> None:
         console.print(Text(clean(text), style), soft_wrap=not console.is_terminal or not self.is_terminal)
@@ -183,7 +204,7 @@ class _Drawing:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._last_row
-        yield Text(status(self._generation.stats), "dim", no_wrap=True, overflow="ellipsis")
+        yield Text(status(self._generation.stats, self._generation.reading), "dim", no_wrap=True, overflow="ellipsis")
 
     def push(self, piece: Piece) -> None:
         """Add the next token."""

@@ -124,6 +124,20 @@ class Verdict:
     measured: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How much of a request's text the target has read, after a pass that left some of it.
+
+    Attributes:
+        request_id: the request.
+        read: tokens read so far, and `total`: those to be read; tokens known from an earlier text are in neither.
+    """
+
+    request_id: int
+    read: int
+    total: int
+
+
 # Events.
 
 

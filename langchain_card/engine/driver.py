@@ -226,7 +226,7 @@ class Driver:
         try:
             rows = sum(len(window.token_ids) for window in windows) + sum(self._unread.values())
             with self._watch.step(min(rows, self.coordinator.limits.max_step_rows)):
-                verdicts = self._target.verify(windows)
+                reports = self._target.verify(windows)
         except Exception as error:
             request_ids = tuple(window.request_id for window in windows)
             if is_out_of_memory(error):
@@ -238,9 +238,17 @@ class Driver:
             self._unread.clear()
             yield m.WorkerDied(m.TARGET, self._clock(), repr(error)[:200])
         else:
-            for verdict in verdicts:
-                self._unread.pop(verdict.request_id, None)
-                yield m.Verified(verdict, self._clock())
+            for report in reports:
+                if isinstance(report, m.Reading):
+                    self._note(report)
+                    continue
+                self._unread.pop(report.request_id, None)
+                yield m.Verified(report, self._clock())
+
+    def _note(self, reading: m.Reading) -> None:
+        self._unread[reading.request_id] = reading.total - reading.read
+        if (consumer := self._consumers.get(reading.request_id)) is not None:
+            consumer.read(reading)
 
     def _restart_due(self) -> None:
         due = [(at, worker) for at, worker in self._restarts if at <= self._clock()]

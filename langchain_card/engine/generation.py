@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from langchain_card.core.messages import Emit, TokenLogprob
+from langchain_card.core.messages import Emit, Reading, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.text.detokenizer import Detokenizer, Piece
 
@@ -73,6 +73,7 @@ class Generation:
         self._taken: list[Piece] = []
         self._reason: FinishReason | None = None
         self._stats: RequestStats | None = None
+        self._reading: Reading | None = None
         self._error: BaseException | None = None
         self._abort_error: BaseException | None = None
 
@@ -81,6 +82,12 @@ class Generation:
     def watch(self, stats: RequestStats) -> None:
         """Note the start of the request; the engine goes on writing to `stats`."""
         self._stats = stats
+
+    def read(self, reading: Reading) -> None:
+        """Note how much of a long text was read."""
+        with self._ready:
+            self._reading = reading
+            self._wake()
 
     def push(self, emit: Emit) -> int | None:
         """Take committed tokens; return the number of tokens that count if a stop string was met, else None."""
@@ -140,6 +147,31 @@ class Generation:
 
     # The reader's side.
 
+    def readings(self) -> Iterator[Reading]:
+        """Yield how much of a long text was read, as it is read, until the answer begins or ends; skips old readings.
+
+        A text that one pass reads yields nothing. Leaving the loop early does not abort the request.
+        """
+        seen = None
+        while True:
+            with self._ready:
+                while self._reading is seen and not self._pieces and self._reason is None:
+                    self._ready.wait(_WAKE_SECONDS)
+                if self._pieces or self._reason is not None:
+                    return
+                seen = self._reading
+            assert seen is not None
+            yield seen
+
+    async def areadings(self) -> AsyncIterator[Reading]:
+        """Yield as `readings` does, without blocking the event loop."""
+        seen = None
+        while (arrived := self._next_wake(self._wakers)) is not None:
+            if self._reading is seen:
+                await arrived
+            elif (seen := self._reading) is not None:
+                yield seen
+
     def __iter__(self) -> Iterator[Piece]:
         """Yield pieces as they are committed; leaving the loop early aborts the request."""
         try:
@@ -191,6 +223,11 @@ class Generation:
     def stats(self) -> RequestStats | None:
         """Counts and times so far, written by the engine's thread; None before the request starts."""
         return self._stats
+
+    @property
+    def reading(self) -> Reading | None:
+        """How much of a long text was read; None if one pass reads the text, or before the first has ended."""
+        return self._reading
 
     @property
     def pieces(self) -> Sequence[Piece]:

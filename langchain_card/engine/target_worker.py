@@ -11,7 +11,7 @@ from typing import TypeAlias, overload
 import torch
 from torch import Tensor
 
-from langchain_card.core.messages import ROOT, Begin, TokenLogprob, Verdict, Window
+from langchain_card.core.messages import ROOT, Begin, Reading, TokenLogprob, Verdict, Window
 from langchain_card.core.walk import AcceptanceRule, ExactRule, mismatches
 from langchain_card.engine.prefix_folder import PrefixFolder
 from langchain_card.errors import InvalidInputError
@@ -29,6 +29,7 @@ class _Sequence:
     cache: KVCache
     sampler: Sampler
     cached: int  # tokens reused from earlier sequences; 0 once that was reported
+    known: int  # the same, throughout
     verified: Window | None = None  # the last window, until the KV of its committed rows was kept
 
     def advance(self, window: Window, *, in_place: bool) -> None:
@@ -53,6 +54,11 @@ class _Sequence:
         if self.cache.length == window.start_position:
             return ()
         return (*self.begin.request.prompt_ids, *self.begin.output_ids)[self.cache.length : window.start_position]
+
+    def reading(self, window: Window) -> Reading:
+        """Return how much of the text has been read. The window's first row counts as the last of its tokens."""
+        total = window.start_position + 1 - self.known
+        return Reading(window.request_id, self.cache.length - self.known, total)
 
 
 _Due: TypeAlias = tuple[_Sequence, Window]
@@ -110,8 +116,8 @@ class TargetWorker:
             if self._prefixes is not None:
                 self._prefixes.save(sequence.cache)
 
-    def verify(self, windows: Iterable[Window]) -> list[Verdict]:
-        """Run one pass; return a verdict for every window whose text has been read."""
+    def verify(self, windows: Iterable[Window]) -> list[Verdict | Reading]:
+        """Run one pass; return a verdict for every window whose text has been read, a reading for the others."""
         self._windows.update((window.request_id, window) for window in windows)
         try:
             return self._verify()
@@ -119,7 +125,7 @@ class TargetWorker:
             self._windows.clear()  # they are sent again
             raise
 
-    def _verify(self) -> list[Verdict]:
+    def _verify(self) -> list[Verdict | Reading]:
         for request_id in [request_id for request_id in self._windows if request_id in self._begun]:
             self._sequences[request_id] = self._open(self._begun[request_id])
             del self._begun[request_id]
@@ -137,7 +143,7 @@ class TargetWorker:
         measured = self._measured(verified, logits, target_ids)
         read = sum(len(rows.token_ids) for rows in texts)
         per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
-        verdicts = []
+        verdicts = list[Verdict | Reading]()
         for i, (sequence, window) in enumerate(verified):
             verdicts.append(
                 Verdict(
@@ -155,7 +161,8 @@ class TargetWorker:
             )
             sequence.verified, sequence.cached = window, 0
             del self._windows[window.request_id]
-        return verdicts
+        open_windows = self._windows.items()
+        return [*verdicts, *(self._sequences[request_id].reading(window) for request_id, window in open_windows)]
 
     def _open(self, begin: Begin) -> _Sequence:
         text = (*begin.request.prompt_ids, *begin.output_ids)
@@ -167,7 +174,7 @@ class TargetWorker:
         cache = self._runner.open(text[:-1], params.tenant)
         if self._prefixes is not None:
             self._prefixes.load(cache, text[:-1])
-        return _Sequence(begin, cache, sampler, cached=cache.length)
+        return _Sequence(begin, cache, sampler, cached=cache.length, known=cache.length)
 
     def _rows(self, sequence: _Sequence, window: Window) -> Rows:
         first = sequence.first_slot(window, in_place=self._in_place)

@@ -148,6 +148,10 @@ class Exchange(Generic[T]):
         generations = self._consumer.generations
         return any(generation.stats is not None or generation.finished for generation in generations)
 
+    def add(self, item: T) -> None:
+        """Add an item beside those of the answer."""
+        self._answer.add(item)
+
     async def whole(self) -> T:
         """Return the only item of an answer that is not streamed."""
         try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive
@@ -63,7 +63,7 @@ class PendingAnswer(Generic[T]):
 
     async def _fill(self, items: AsyncGenerator[T, None]) -> None:
         try:
-            async with aclosing(items):
+            async with contextlib.aclosing(items):
                 async for item in items:
                     await self._items.put((item,))
         except Exception as error:
@@ -71,6 +71,11 @@ class PendingAnswer(Generic[T]):
                 await self._items.put(error)
         else:
             await self._items.put(None)
+
+    def add(self, item: T) -> None:
+        """Add an item beside those of the answer; it is lost if the client is slow."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._items.put_nowait((item,))
 
     def __aiter__(self) -> Self:
         return self

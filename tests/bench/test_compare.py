@@ -44,17 +44,17 @@ class Scripted:
         self.calls: list[tuple[list[list[int]], int]] = []
         self._seconds, self._answer = seconds, answer
 
-    def run(self, prompts: Sequence[Sequence[int]], repeat: int) -> Run:
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> Run:
         self.calls.append(([list(prompt) for prompt in prompts], repeat))
         seconds = self._seconds[len(self.calls) - 1 - WARM_UPS] if len(self.calls) > WARM_UPS else 1.0
         if seconds < 0:
             raise EngineError(self.name, seconds, "failed on purpose")
-        return Run((self._answer,) * len(prompts), 0.1, seconds, 10, 1 << 30)
+        return Run((self._answer,) * len(prompts), 0.1, seconds, 10, peak=1 << 30)
 
 
 def run(*methods: Scripted, batch: int = 1, repeats: int = 1) -> Comparison:
     found = Comparison({method.name: method.weights for method in methods})
-    compare(found, methods, PROMPTS, batch, repeats, str, lambda *_: None)
+    compare(found, methods, PROMPTS, 3, batch, repeats, str, lambda *_: None)
     return found
 
 
@@ -120,9 +120,9 @@ def real(pair: EngineConfig) -> Iterator[tuple[Engine, Comparison]]:
     """Every method there is on one pair, in float64, where all must say the same."""
     names = [name for name in METHODS if not PEERS.get(name, PEERS["hf-generate"]).package]
     with contextlib.ExitStack() as held:
-        engine, methods, failed = open_methods(names, pair, DecodeOptions(24), held, Engine, lambda _: None)
+        engine, methods, failed = open_methods(names, pair, DecodeOptions(), held, Engine, lambda _: None)
         found = Comparison({method.name: method.weights for method in methods})
-        compare(found, methods, PROMPTS[:2], 1, 1, engine.tokenizer.decode, lambda *_: None)
+        compare(found, methods, PROMPTS[:2], 24, 1, 1, engine.tokenizer.decode, lambda *_: None)
         measure_gaps(found, engine, PROMPTS[:2], 1, lambda _: None)
         assert not failed
         yield engine, found
@@ -154,7 +154,7 @@ def test_a_text_that_differs_is_told_with_the_place_and_how_close_it_was(real: t
     made_up = Comparison({"plain": "", "loose": "", "short": ""})
     answers = (("plain", answer), ("loose", other), ("short", answer[:7]))
     scripted = [Scripted(name, [1.0], ids) for name, ids in answers]
-    compare(made_up, scripted, PROMPTS[:1], 1, 1, engine.tokenizer.decode, lambda *_: None)
+    compare(made_up, scripted, PROMPTS[:1], 24, 1, 1, engine.tokenizer.decode, lambda *_: None)
     assert [each.gap for each in made_up.differences] == [None, None], "nobody was asked yet"
     measure_gaps(made_up, engine, PROMPTS, 1, lambda _: None)
     loose, short = made_up.differences
@@ -174,21 +174,19 @@ def test_several_prompts_at_once(pair: EngineConfig) -> None:
     """Those of different lengths are padded for transformers; answers stay what they are alone."""
     with contextlib.ExitStack() as held:
         _, methods, _ = open_methods(
-            ["plain", "card", "hf-generate"], pair, DecodeOptions(16, 0.0, 3), held, Engine, lambda _: None
+            ["plain", "card", "hf-generate"], pair, DecodeOptions(), held, Engine, lambda _: None
         )
         found = Comparison({method.name: method.weights for method in methods})
-        compare(found, methods, PROMPTS, 3, 1, str, lambda *_: None)
+        compare(found, methods, PROMPTS, 16, 3, 1, str, lambda *_: None)
     assert found.identical("card") == found.identical("hf-generate") == (3, 3)
     assert {row.run.tokens for row in found.rows} == {45} and len(found.rows) == 3
 
 
 def test_a_temperature_gives_the_same_draws_under_every_schedule(pair: EngineConfig) -> None:
     with contextlib.ExitStack() as held:
-        _, methods, _ = open_methods(
-            ["plain", "card", "ngram"], pair, DecodeOptions(24, 0.8), held, Engine, lambda _: None
-        )
+        _, methods, _ = open_methods(["plain", "card", "ngram"], pair, DecodeOptions(0.8), held, Engine, lambda _: None)
         found = Comparison({method.name: method.weights for method in methods})
-        compare(found, methods, PROMPTS, 1, 1, str, lambda *_: None)
+        compare(found, methods, PROMPTS, 24, 1, 1, str, lambda *_: None)
     assert found.identical("card") == found.identical("ngram") == (3, 3)
 
 
@@ -196,12 +194,12 @@ def test_a_temperature_gives_the_same_draws_under_every_schedule(pair: EngineCon
 def test_flashspec(pair: EngineConfig) -> None:
     pytest.importorskip("flashspec")
     with pytest.raises(EngineError, match="float64"):
-        Peer("flashspec", pair, 16, 0.0)
-    peer = Peer("flashspec", single := replace(pair, dtype="float32"), 16, 0.0)
+        Peer("flashspec", pair)
+    peer = Peer("flashspec", single := replace(pair, dtype="float32"))
     try:
         with Engine(single) as engine:
-            plain = EngineMethod("plain", "", engine, DecodeOptions(16)).run(PROMPTS[:1], 0)
-        seen = peer.run(PROMPTS[:1], 0)
+            plain = EngineMethod("plain", "", engine, DecodeOptions()).run(PROMPTS[:1], 16, 0)
+        seen = peer.run(PROMPTS[:1], 16, 0)
     finally:
         peer.close()
     assert seen.token_ids == plain.token_ids and 0 < seen.tokens < 16 and seen.figures["accepted_length"] > 1
@@ -215,25 +213,23 @@ def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: 
     (folder / "generation_config.json").write_text('{"repetition_penalty": 1.9, "max_length": 12}')
     own = replace(pair, model=str(folder), draft_model=None)
     with contextlib.ExitStack() as held:
-        _, methods, _ = open_methods(["plain", "hf-generate"], own, DecodeOptions(24), held, Engine, lambda _: None)
+        _, methods, _ = open_methods(["plain", "hf-generate"], own, DecodeOptions(), held, Engine, lambda _: None)
         found = Comparison({method.name: method.weights for method in methods})
-        compare(found, methods, PROMPTS[:1], 1, 1, str, lambda *_: None)
+        compare(found, methods, PROMPTS[:1], 24, 1, 1, str, lambda *_: None)
     assert found.identical("hf-generate") == (1, 1)
 
 
 def test_a_peer_without_room_is_left_out(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "free_bytes", lambda device: 1 << 10)
     with contextlib.ExitStack() as held:
-        _, methods, failed = open_methods(
-            ["plain", "hf-generate"], pair, DecodeOptions(8), held, Engine, lambda _: None
-        )
+        _, methods, failed = open_methods(["plain", "hf-generate"], pair, DecodeOptions(), held, Engine, lambda _: None)
         assert [method.name for method in methods] == ["plain"] and "GiB are free" in failed["hf-generate"]
 
 
 def test_a_peer_that_hangs_is_ended(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SECONDS", 0.5)  # less than Python takes to start
     with pytest.raises(EngineError, match="ended after 0 s"):
-        Peer("hf-generate", pair, 16, 0.0)
+        Peer("hf-generate", pair)
 
 
 def test_leaving_while_a_peer_works_leaves_nothing_behind(pair: EngineConfig) -> None:
@@ -244,7 +240,7 @@ def test_leaving_while_a_peer_works_leaves_nothing_behind(pair: EngineConfig) ->
     interrupt = threading.Timer(0.5, signal.pthread_kill, (main_thread, signal.SIGINT))  # while it loads
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        Peer("hf-generate", pair, 16, 0.0)
+        Peer("hf-generate", pair)
     for timer in (one for one in set(threading.enumerate()) - threads if isinstance(one, threading.Timer)):
         timer.join(10)
         assert not timer.is_alive()
@@ -252,30 +248,14 @@ def test_leaving_while_a_peer_works_leaves_nothing_behind(pair: EngineConfig) ->
 
 
 @pytest.mark.slow
-def test_llama_cpp_reads_the_file_that_a_model_came_from(pair: EngineConfig) -> None:
-    small = EngineConfig("smollm2-135m", None)
-    assert peers._weights("llama-cpp", small)[0] == "Q4_1 of the file"
-    with pytest.raises(InvalidInputError, match="reads GGUF files"):
-        Peer("llama-cpp", pair, 16, 0.0)
-    pytest.importorskip("llama_cpp")
-    peer = Peer("llama-cpp", small, 16, 0.0)
-    with contextlib.closing(peer), Engine(small) as engine:
-        prompt = engine.tokenizer.encode("def fibonacci(n):")
-        first, again = (peer.run([prompt], number) for number in range(2))
-        plain = EngineMethod("plain", "", engine, DecodeOptions(16)).run([prompt], 0)
-    assert first.token_ids == again.token_ids and 0 < first.tokens < 16 and first.first > 0 < first.seconds
-    assert first.token_ids[0][:3] == plain.token_ids[0][:3]
-
-
-@pytest.mark.slow
 def test_a_peer_that_fails_says_why(pair: EngineConfig) -> None:
-    peer = Peer("hf-generate", pair, 16, 0.0)
+    peer = Peer("hf-generate", pair)
     with pytest.raises(EngineError, match=r"IndexError|out of range"):
-        peer.run([[10**6]], 0)
-    assert len(peer.run(PROMPTS[:1], 0).token_ids[0]) == 16, "bad input ends one run"
+        peer.run([[10**6]], 16, 0)
+    assert len(peer.run(PROMPTS[:1], 16, 0).token_ids[0]) == 16, "bad input ends one run"
     peer._process.kill()
     with pytest.raises(EngineError, match="its process ended"):
-        peer.run(PROMPTS[:1], 0)
+        peer.run(PROMPTS[:1], 16, 0)
     peer.close()
 
 
@@ -299,11 +279,11 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
 ) -> None:
     answer, calls = EngineMethod.run, list[str]()
 
-    def interrupted(self: Any, prompts: Any, repeat: int) -> Run:
+    def interrupted(self: Any, prompts: Any, max_tokens: int, repeat: int) -> Run:
         calls.append(self.name)
         if len(calls) > 2 * (WARM_UPS + 2):
             raise KeyboardInterrupt
-        return answer(self, prompts, repeat)
+        return answer(self, prompts, max_tokens, repeat)
 
     monkeypatch.setattr(EngineMethod, "run", interrupted)
     own = ["--model", pair.model, "--draft-model", str(pair.draft_model), "--dtype", "float64", "--max-tokens", "8"]

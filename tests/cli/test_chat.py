@@ -21,6 +21,7 @@ from langchain_card.cli import main
 from langchain_card.cli.demo import Board, _compare, verdict
 from langchain_card.cli.render import Screen, clean, progress, status
 from langchain_card.config import EngineConfig
+from langchain_card.core.messages import Reading
 from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
@@ -203,6 +204,8 @@ class Script:
     pieces: list[Piece]
     stats: RequestStats = field(default_factory=RequestStats)
 
+    reading: Reading | None = None
+
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.pieces)
 
@@ -271,6 +274,40 @@ def test_status_lines() -> None:
     stats = RequestStats("parallel", rounds=5, output_tokens=21, hits=2, target_busy=3.0, draft_busy=4.4)
     stats.first_token, stats.ended = 10.0, 14.0
     assert status(stats) == "21 tokens at 5.0/s · accepted 4.2 · hits 40% · draft 100%, target 75% busy"
+
+
+def test_a_long_prompt_shows_how_much_of_it_was_read() -> None:
+    reading = Reading(0, 1024, 3278)
+    assert status(None, reading) == progress(RequestStats(), reading) == "reading 3,278 tokens: 31%"
+    assert progress(RequestStats(rounds=1, output_tokens=1), reading).startswith("1 tokens"), "the answer has begun"
+
+
+class Read(Script):
+    """An answer to a long prompt."""
+
+    def readings(self) -> Iterator[Reading]:
+        for read in (512, 1024):
+            yield Reading(0, read, 3278)
+            time.sleep(0.15)  # longer than a redraw takes to come
+
+
+def test_a_terminal_beside_a_pipe_shows_it_on_one_line_and_a_pipe_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stderr:
+        for stream, seen in ((stderr, True), (sys.stderr, False)):
+            monkeypatch.setattr(sys, "stderr", stream)
+            monkeypatch.setenv("TERM", "xterm")
+            screen = Screen()
+            screen.stream(Read([Piece(0, "Yes.")]))  # type: ignore[arg-type]
+            said = capsys.readouterr()
+            assert said.out == "Yes.\n" and said.err == ""
+            if seen:
+                shown = os.read(master, 65536).decode()
+                assert "reading 3,278 tokens: 16%" in shown and "reading 3,278 tokens: 31%" in shown
+                assert final_text(shown).strip() == ""
+    os.close(master)
 
 
 def test_the_table_fits_80_columns_while_it_fills() -> None:

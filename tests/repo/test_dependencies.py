@@ -23,6 +23,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 MODULES_OF_EXTRAS = {
     "bench": ("bench/plots.py",),
     "langserve": ("serve/langserve/",),
+    "openvino": ("bench/peer_process.py",),
     "server": ("serve/", "cli/serve.py"),
     "structured": ("constraints/",),
     "testing": ("testing/conformance.py", "testing/calls.py"),

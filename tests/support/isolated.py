@@ -22,6 +22,9 @@ class Waiting:
     def watch(self, stats: RequestStats) -> None:
         """Ignore the start."""
 
+    def read(self, reading: Any) -> None:
+        """Ignore how much was read."""
+
     def push(self, emit: Any) -> None:
         """Ignore the tokens."""
 

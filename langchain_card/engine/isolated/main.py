@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
-from langchain_card.core.messages import Emit
+from langchain_card.core.messages import Emit, Reading
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated.messages import (
@@ -83,6 +83,10 @@ class _ForwardingConsumer:
         """Forward the start of the request."""
         self._stats = stats
         self._send(Began(self.request.request_id))
+
+    def read(self, reading: Reading) -> None:
+        """Forward how much of a long text was read."""
+        self._send(reading)
 
     def push(self, emit: Emit) -> None:
         """Forward committed tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from langchain_card.config import EngineConfig, Limits
-from langchain_card.core.messages import TokenLogprob
+from langchain_card.core.messages import Reading, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.engine.transports.frames import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, Direction, Failed, Logged
 from langchain_card.ports import Health
@@ -111,5 +111,5 @@ class EngineHeartbeat:
 
 TO_ENGINE = Direction((LoadEngine, Submit, Stop, Pause, Announce, Drain), MAX_COMMAND_BYTES)
 FROM_ENGINE = Direction(
-    (Loaded, Began, Committed, Ended, RequestFailed, EngineHeartbeat, Logged, Failed), MAX_REPORT_BYTES
+    (Loaded, Began, Reading, Committed, Ended, RequestFailed, EngineHeartbeat, Logged, Failed), MAX_REPORT_BYTES
 )

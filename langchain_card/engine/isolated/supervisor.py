@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from langchain_card.config import EngineConfig, Limits
-from langchain_card.core.messages import TARGET, Emit
+from langchain_card.core.messages import TARGET, Emit, Reading
 from langchain_card.core.request import FinishReason
 from langchain_card.core.workers import Workers
 from langchain_card.engine.isolated import messages as m
@@ -218,6 +218,8 @@ class Supervisor:
             case m.Began(request_id) if (entry := self._open.get(request_id)) is not None:
                 entry.begun = True
                 entry.consumer.watch(entry.stats)
+            case Reading(request_id) if (entry := self._open.get(request_id)) is not None:
+                entry.consumer.read(message)
             case m.Committed():
                 self._push(message)
             case m.Ended(request_id, reason, stats) if (entry := self._open.get(request_id)) is not None:

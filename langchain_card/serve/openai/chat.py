@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from langchain_core.callbacks import AsyncCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.messages.tool import invalid_tool_call, tool_call
+from langchain_core.runnables import RunnableConfig
 from pydantic_core import from_json
+from typing_extensions import override
 
 from langchain_card.chat.answer import AnswerConsumer
+from langchain_card.chat.readings import EVENT
 from langchain_card.errors import InvalidInputError, UnsupportedContentError
 from langchain_card.serve.openai.objects import ChatChunks, chat_completion
 from langchain_card.serve.openai.schemas import STREAMED, Call, ChatRequest, Message
 from langchain_card.serve.parsing import StrictRoute
 from langchain_card.serve.service import Exchange, Service, once
+
+Chunks: TypeAlias = AsyncGenerator["AIMessageChunk | Mapping[str, int]", None]
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -36,10 +42,29 @@ def chat_routes(service: Service) -> APIRouter:
             return JSONResponse(chat_completion(answer, name))
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         objects = ChatChunks(name, include_usage, consumer if body.card else None)
-        chunks = cast("AsyncGenerator[AIMessageChunk, None]", model.astream(messages, stop=stop, **options))
-        return await Exchange(service, request, chunks, consumer, "messages").stream(objects)
+        readings = _Readings()
+        config: RunnableConfig = {"callbacks": [readings] if body.card else []}
+        chunks = cast("Chunks", model.astream(messages, config, stop=stop, **options))
+        exchange = Exchange[AIMessageChunk | Mapping[str, int]](service, request, chunks, consumer, "messages")
+        readings.take = exchange.add
+        return await exchange.stream(objects)
 
     return router
+
+
+class _Readings(AsyncCallbackHandler):
+    """A handler that passes on how much of a long prompt was read.
+
+    Attributes:
+        take: called with the counts.
+    """
+
+    take: Callable[[Mapping[str, int]], None]
+
+    @override
+    async def on_custom_event(self, name: str, data: Any, **_: Any) -> None:
+        if name == EVENT:
+            self.take(data)
 
 
 def to_messages(messages: Sequence[Message]) -> list[BaseMessage]:

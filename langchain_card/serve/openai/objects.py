@@ -79,11 +79,14 @@ class ChatChunks:
         self._calls: list[int] = []
         self._num_pieces = 0
 
-    def __call__(self, chunk: AIMessageChunk) -> Iterator[dict[str, Any]]:
-        """Yield the objects of a chunk; none if it adds nothing."""
+    def __call__(self, chunk: AIMessageChunk | Mapping[str, int]) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a chunk, none if it adds nothing; or one with how much of a long prompt was read."""
         if not self._begun:
             self._begun = True
             yield self._object({"role": "assistant", "content": ""}, None, self._card(0))
+        if isinstance(chunk, Mapping):
+            yield self._object({}, None, {"card": {**self._card(0).get("card", {}), "reading": chunk}})
+            return
         last = chunk.chunk_position == "last"
         delta, logprobs, card = self._delta(chunk), _logprobs(chunk.response_metadata), self._card(int(not last))
         if delta or logprobs or (card and not last):

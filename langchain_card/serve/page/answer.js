@@ -17,6 +17,7 @@ export class Answer {
   #line = []; // [span, text] of the line that is written
   #inCode = false;
   #inFence = false;
+  #reading = null; // shows how much of a long prompt was read
 
   constructor() {
     this.text = "";
@@ -29,8 +30,21 @@ export class Answer {
     return !this.text && !this.#thoughts;
   }
 
+  /** Shows how much of a long prompt was read, until the answer begins; `read` and `total` are tokens. */
+  read({ read, total }) {
+    if (!this.#reading) {
+      this.#reading = this.element.appendChild(element("label", "reading"));
+      this.#reading.append(element("span", ""), element("progress", ""));
+    }
+    const [words, bar] = this.#reading.children;
+    words.textContent = `Reading ${total.toLocaleString("en")} tokens`;
+    bar.max = total;
+    bar.value = read;
+  }
+
   /** Adds what the model thinks before it answers. */
   think(text, source) {
+    this.endReading();
     if (!this.#thoughts) {
       const details = element("details", "thoughts");
       this.#thoughts = element("div", "prose");
@@ -42,13 +56,20 @@ export class Answer {
 
   /** Adds the text of a token; `source` is the drafter that had proposed it, or "". */
   write(text, source) {
+    this.endReading();
     this.text += text;
     text.split(/(?<=\n)/).forEach((part, number) => this.#write(part, source, number === 0));
   }
 
   /** Adds a line of small print. */
   note(text) {
+    this.endReading();
     this.element.append(element("p", "note", text));
+  }
+
+  endReading() {
+    this.#reading?.remove();
+    this.#reading = null;
   }
 
   #write(part, source, begins) {

@@ -58,6 +58,11 @@ function begin(answer) {
 }
 
 function take(event, answer, { stats, usage, reason }, start) {
+  if (event.card?.reading) {
+    answer.read(event.card.reading);
+    follow();
+    return { stats, usage, reason };
+  }
   const [choice] = event.choices;
   const [token] = event.card?.tokens ?? [];
   const { content = "", reasoning_content: thought = "" } = choice?.delta ?? {};
@@ -106,6 +111,7 @@ function fail(answer, error) {
   problem.setAttribute("role", "alert");
   problem.append(element("p", "", known ? error.message : "The page failed; the console tells why."), again);
   again.addEventListener("click", retry);
+  answer.endReading();
   answer.element.append(problem);
   failed = answer;
   if (!answer.text) giveBack();

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, expect
 
 from langchain_card import CARDChatModel, Limits
 from tests.support.browsed import Tab, needs_chromium, started
+from tests.support.held import held
 from tests.support.played import make_pair
 from tests.support.processes import wait_until
 from tests.support.served import CHAT, LONG, NAME, body, num_open, numbers, posted, says, served
@@ -246,6 +247,22 @@ def test_light_and_dark(model: CARDChatModel, tab: Tab) -> None:
     assert all(light != dark for light, dark in zip(*seen, strict=True))
     tab.page.get_by_label("Tint").uncheck()
     assert tab.color("article [data-source]", "backgroundColor") == "rgba(0, 0, 0, 0)"
+
+
+def test_a_long_prompt_shows_how_much_of_it_was_read(
+    model: CARDChatModel, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    permits, bar = held(model.engine, monkeypatch), tab.log.locator(".reading progress")
+    with says(model, "Yes."):
+        tab.ask("A long text. " * 150)
+        permits.release(2)
+        expect(tab.log.locator(".reading")).to_have_text(re.compile(r"^Reading 1,9\d\d tokens$"))
+        wait_until(lambda: bar.evaluate("bar => bar.value") == 1024)
+        assert 1900 < bar.evaluate("bar => bar.max") < 2000
+        assert bar.evaluate("bar => bar.getBoundingClientRect().width") > 100
+        permits.release(999)
+        expect(tab.notes).to_have_count(1)
+    assert tab.said() == "Yes." and bar.count() == 0
 
 
 def contrast(one: str, other: str) -> float:
