@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import contextvars
 import copy
 import functools
-import os
 from collections.abc import AsyncIterator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +20,7 @@ from langchain_card.chat.answer import Answer, AnswerConsumer, consuming, consum
 from langchain_card.chat.answer_shape import answer_shape, named_by_user
 from langchain_card.chat.batches import Batches, join_group
 from langchain_card.chat.error_mapping import answering, langchain_errors
+from langchain_card.chat.preparation import prepared
 from langchain_card.chat.progress import ConsoleProgress
 from langchain_card.chat.readings import ReportsReadings, areport_readings, report_readings
 from langchain_card.chat.reasoning import thinking_of
@@ -32,19 +29,13 @@ from langchain_card.constraints.json_schema import ANY_OBJECT
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.shared import EngineLease, EngineLeases
 from langchain_card.errors import CARDError
-from langchain_card.text.prompt import encode, to_conversation
+from langchain_card.text.prompt import check_size, encode, num_chars, to_conversation
 from langchain_card.text.tool_form import tool_form
 from langchain_card.text.tool_grammar import AnswerShape, answer_grammar
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
     from langchain_card.models.files import Progress
-
-
-@functools.cache
-def _threads(purpose: str, process_id: int) -> ThreadPoolExecutor:
-    """Return the threads that prepare prompts of async calls; a forked process has its own."""
-    return ThreadPoolExecutor(max_workers=4, thread_name_prefix=f"card-{purpose}")
 
 
 class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
@@ -169,6 +160,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
         conversation = to_conversation(messages, self.model)
         engine = self._engine()
         tokenizer = engine.tokenizer
+        check_size(conversation, [options.get("tools"), options.get("response_format")], engine.max_model_len)
         form = tool_form(tokenizer)
         tools, shape = answer_shape(options, form)
         document = None if shape.schema is ANY_OBJECT else shape.schema
@@ -186,11 +178,10 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
         return self._submit(*self._prepare(messages, stop, options))
 
     async def _astart(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
-        loop = asyncio.get_running_loop()
-        purpose = "load" if self._lease.held is None else "prepare"  # calls do not wait for other models to load
-        prepare = functools.partial(contextvars.copy_context().run, self._prepare, messages, stop, options)
-        prepared = await loop.run_in_executor(_threads(purpose, os.getpid()), prepare)
-        return self._submit(*prepared)  # on the loop: the thread of a cancelled task goes on
+        prepare = functools.partial(self._prepare, messages, stop, options)
+        size = num_chars([*(message.content for message in messages), *options.values()])
+        prompt = await prepared(prepare, size, is_loaded=self._lease.held is not None)
+        return self._submit(*prompt)  # on the loop: the thread of a cancelled task goes on
 
     def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams, shape: AnswerShape) -> Answer:
         generation = engine.submit(prompt_ids, params)

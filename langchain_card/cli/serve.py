@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import gc
 import ipaddress
 import logging
 import logging.config
@@ -180,6 +181,8 @@ def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             self.loop = asyncio.get_running_loop()
+            gc.collect()
+            gc.freeze()  # a full collection would look at every object of the libraries, and stop all for half a second
             log.info("%s running on %s (a page at /, OpenAI's interface at /v1)", service.names[0], address)
 
         def handle_exit(self, sig: int, frame: Any) -> None:

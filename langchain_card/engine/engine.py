@@ -185,9 +185,6 @@ class Engine:
     def _fit(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         if not prompt_ids:
             raise InvalidInputError("prompt_ids", [], "must hold at least one token")
-        bad = next((t for t in prompt_ids if not 0 <= t < len(self.tokenizer)), None)
-        if bad is not None:
-            raise InvalidInputError("prompt_ids", bad, f"token ids must be between 0 and {len(self.tokenizer) - 1:,}")
         room = self._pair.max_len - self.config.limits.max_window - len(prompt_ids)
         if room < 1:
             raise ContextOverflowError(
@@ -196,6 +193,10 @@ class Engine:
                 f"the context holds {self._pair.max_len:,} tokens, {self.config.limits.max_window} for candidates",
                 "shorten the prompt or raise max_model_len",
             )
+        size = len(self.tokenizer)
+        bad = next((t for t in prompt_ids if not 0 <= t < size), None)
+        if bad is not None:
+            raise InvalidInputError("prompt_ids", bad, f"token ids must be between 0 and {size - 1:,}")
         if params.max_tokens <= room:
             return params
         return replace(params, max_tokens=room)

@@ -107,7 +107,7 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
         return Response(status_code=CLIENT_LEFT)
 
     async def http(_: Request, error: Any) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
         return Problem(error.status_code, str(error.detail), code=code).response()
 
     for kind, handler in {

@@ -69,8 +69,8 @@ class Guard:
             self._check(scope)
             counted = int(scope["path"] not in self._open_paths)
             self._num_requests += counted
-            body = await self._body(scope, receive) if counted else b""
-            await self._app(scope, _replayed(body, receive), send_with_headers)
+            bodies = [await self._body(scope, receive) if counted else b""]
+            await self._app(scope, _replayed(bodies, receive), send_with_headers)
         except Refused as refused:
             await refused.problem.response()(scope, receive, send_with_headers)
         except ClientLeft:
@@ -143,15 +143,10 @@ def _too_large(max_bytes: int) -> Refused:
     return Refused(Problem(413, f"body: must have {max_bytes:,} bytes at most.", code="request_too_large"))
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body in one message, then the messages that follow it."""
-    replayed = False
+def _replayed(bodies: list[bytes], receive: Receive) -> Receive:
+    """Return a `receive` that takes the only body out of its list for its first message; others follow."""
 
     async def receive_again() -> Message:
-        nonlocal replayed
-        if replayed:
-            return await receive()
-        replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False} if bodies else await receive()
 
     return receive_again

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BeforeValidator, Field
@@ -12,6 +14,12 @@ from pydantic_core import from_json
 from typing_extensions import override
 
 _JSON = "application/json"
+_BEFORE_VALUES = b",", b"[", b"{"
+_IS_BEFORE_VALUE = np.isin(np.arange(256), [*b"".join(_BEFORE_VALUES)])
+_MAX_VALUES = 1 << 18
+"""Values in a body, nested ones included; a million takes seconds to parse."""
+_LARGE = 1 << 18
+"""Bytes of a body that takes milliseconds to parse; a smaller one cannot have too many values."""
 
 
 def _whole(value: Any) -> Any:
@@ -27,11 +35,36 @@ class StrictRequest(Request):
     """A request that accepts standard JSON only: no NaN, no lone surrogates, no unbounded nesting."""
 
     @override
+    async def body(self) -> bytes:
+        """Return the first byte: FastAPI looks whether there is a body, and keeps that until the answer ends."""
+        return (await super().body())[:1]
+
+    @override
     async def json(self) -> Any:
+        body = await super().body()
+        del self._body
         try:
-            return from_json(await self.body(), allow_inf_nan=False)
+            if len(body) < _LARGE:
+                return from_json(body, allow_inf_nan=False)
+            async with self.app.state.service.parsing:  # the event loop serves others between two bodies
+                return await asyncio.to_thread(_parse_large, body)
         except ValueError as error:
             raise HTTPException(400, f"body: must be JSON in UTF-8; {error}.") from error  # FastAPI passes it on
+
+
+def _parse_large(body: bytes) -> Any:
+    most = sum(map(body.count, _BEFORE_VALUES))  # texts may hold some of these
+    if most > _MAX_VALUES and (count := _num_values(body)) > _MAX_VALUES:
+        limit = f"must hold {_MAX_VALUES:,} values at most; commas and brackets outside texts are {count:,}"
+        raise HTTPException(413, f"body: {limit}. Hint: a prompt may be text in place of token ids.")
+    return from_json(body, allow_inf_nan=False)
+
+
+def _num_values(body: bytes) -> int:
+    """Count the values in a JSON document without parsing it; empty lists and objects count twice."""
+    chars = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    in_text = np.bitwise_xor.accumulate(chars == ord('"'))
+    return int(np.count_nonzero(_IS_BEFORE_VALUE[chars] & ~in_text))
 
 
 class StrictRoute(APIRoute):

@@ -43,6 +43,7 @@ class Service:
         draining: True refuses new requests, while running ones continue.
         ending: done when running requests must end, too; exists once `open` was called.
         names: names under which the model is served.
+        parsing: held while a large body is parsed: they are parsed one at a time.
     """
 
     ending: asyncio.Future[None]
@@ -50,6 +51,7 @@ class Service:
     def __init__(self, model: CARDChatModel, settings: Settings) -> None:
         self.model = model.model_copy(update={"output_version": "v0", "streaming": None})
         self.settings, self.metrics, self.draining = settings, Metrics(), False
+        self.parsing = asyncio.Lock()
         self.names: tuple[str, ...] = settings.model_names or _default_names(model.model)
         models = [name for name in (model.model, model.draft_model) if name is not None]
         self.model._shown_name = self.names[0]

@@ -15,7 +15,7 @@ from string import ascii_lowercase
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Tokenizer, models, pre_tokenizers
 
 from langchain_card.errors import InvalidInputError
 
@@ -73,7 +73,7 @@ class ControlTokens:
 
     def found_in(self, text: str) -> list[int]:
         """Return the ids of the control tokens that the tokenizer finds in a text, in order."""
-        ids = self._finder.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._finder, text).ids
         return self.among([self._ids[number] for number in ids if number in self._ids])
 
     def among(self, ids: list[int]) -> list[int]:
@@ -89,7 +89,7 @@ class ControlTokens:
         if self._backend is None:
             limit = "the tokenizer, which is not of the tokenizers library, cannot read control tokens as text"
             raise InvalidInputError("messages", self.unmark(text), limit)
-        ids = list(self._reader.encode(text, add_special_tokens=False).ids)
+        ids = list(_encode(self._reader, text).ids)
         if self._mark in self._backend.decode(ids, skip_special_tokens=False):
             raise InvalidInputError("messages", self.unmark(text), "the tokenizer cannot read control tokens as text")
         return ids
@@ -113,7 +113,7 @@ class ControlTokens:
 
     def _places(self, text: str) -> list[int]:
         """Return the positions for marks: after the first character of each control token, spaces before it skipped."""
-        encoding = self._finder.encode(text, add_special_tokens=False)
+        encoding = _encode(self._finder, text)
         places = []
         for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if number in self._ids:
@@ -145,6 +145,12 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
         items = [map_texts(item, change) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Encode a text as a batch of one: other threads may run meanwhile, unlike in `Tokenizer.encode`."""
+    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    return encoding
 
 
 def _is_control(token: AddedToken) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 from langchain_core.messages import (
@@ -19,7 +17,6 @@ from langchain_core.messages import (
     ToolCall,
     ToolMessage,
 )
-from tokenizers.pre_tokenizers import ByteLevel
 
 from langchain_card.errors import ContextOverflowError, InvalidInputError, UnsupportedContentError
 from langchain_card.text.control_tokens import control_tokens, map_texts
@@ -35,6 +32,14 @@ _REASONING = ("reasoning", "thinking", "redacted_thinking")  # the last one is e
 _CALLS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "input_json_delta", "function_call")
 _MADE = ("tool_call", "tool_use")
 _TEXTS = ("content", "reasoning_content")
+
+MAX_CHARS_PER_TOKEN = 64
+"""Characters that the tokens of a context may stand for on average; ordinary text has three to five."""
+
+PIECE_CHARS = 1 << 15
+"""Characters of a piece; a longer text is read in pieces until it is clear that it cannot fit."""
+_CUT_TOKENS = 256
+"""Tokens that a cut between two pieces may add: a token that is cut counts as several."""
 
 BEYOND_REPAIR = ']"]'
 """Suffix for the arguments of a call that must not be executed; in a stream LangChain would complete them."""
@@ -80,7 +85,7 @@ def encode(
         model: name of the model, for errors.
         tools: tools that the model may call, in OpenAI's form; `text/tool_form.py` writes them if the template cannot.
         document: schema of the document that the answer must be, if any.
-        max_len: tokens of the context; a text that cannot fit is refused before its tokens are counted.
+        max_len: tokens of the context; a text that cannot fit is refused before all its tokens are counted.
 
     Raises:
         ContextOverflowError: the text cannot fit, see `check_length`.
@@ -105,8 +110,28 @@ def encode(
     raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {reason}") from refusal
 
 
+def check_size(conversation: Sequence[Turn], others: Any, max_len: int) -> None:
+    """Raise if a conversation cannot fit, whatever the tokenizer, before the template or the tokenizer sees it.
+
+    Args:
+        conversation: a result of `to_conversation`.
+        others: tools, schemas and other values whose texts the prompt will hold.
+        max_len: tokens of the context.
+
+    Raises:
+        ContextOverflowError: there are too many messages, or too many characters (`MAX_CHARS_PER_TOKEN`).
+    """
+    if len(conversation) > max_len:
+        limit = f"the context holds {max_len:,} tokens, and each message takes one at least"
+        raise ContextOverflowError("messages", f"{len(conversation):,} messages", limit, "leave out old ones")
+    _check_chars(num_chars([*conversation, others]), max_len)
+
+
 def check_length(text: str, tokenizer: Any, max_len: int) -> None:
-    """Raise if a text has so many characters that its tokens cannot fit; counting the tokens may take many seconds.
+    """Raise if the tokens of a text cannot fit, whatever the tokenizer, before most of them are counted.
+
+    A text passes if the context has a token for every `MAX_CHARS_PER_TOKEN` characters and for every token of its
+    pieces, except those that the cuts may have added. The caller compares the exact number.
 
     Args:
         text: text for the tokenizer.
@@ -114,29 +139,36 @@ def check_length(text: str, tokenizer: Any, max_len: int) -> None:
         max_len: tokens of the context.
 
     Raises:
-        ContextOverflowError: the text has too many characters.
+        ContextOverflowError: the text has too many characters or tokens.
     """
-    if tokenizer not in _most_chars:
-        _most_chars[tokenizer] = _chars_per_token(tokenizer)
-    if len(text) > max_len * _most_chars[tokenizer]:
-        limit, hint = f"the context holds {max_len:,} tokens", "shorten the prompt or raise max_model_len"
-        raise ContextOverflowError("prompt", f"{len(text):,} characters", limit, hint)
+    _check_chars(len(text), max_len)
+    if len(text) <= PIECE_CHARS:
+        return
+    num_tokens = 0
+    for start in range(0, len(text), PIECE_CHARS):
+        piece = text[start : start + PIECE_CHARS]
+        num_tokens += len(tokenizer.encode(piece, add_special_tokens=False, verbose=False))
+        if num_tokens > max_len + start // PIECE_CHARS * _CUT_TOKENS:
+            limit = f"the first {start + len(piece):,} are {num_tokens:,} tokens, and the context holds {max_len:,}"
+            raise ContextOverflowError("prompt", f"{len(text):,} characters", limit, _SHORTEN)
 
 
-_most_chars: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+_SHORTEN = "shorten the prompt or raise max_model_len"
 
 
-def _chars_per_token(tokenizer: Any) -> float:
-    """Return the most characters that a token can stand for; infinite if text may vanish before it becomes tokens."""
-    backend, vocab = tokenizer.backend_tokenizer, tokenizer.get_vocab()
-    keeps_all = (
-        "ByteLevel" in repr(backend.decoder)
-        and vocab.keys() >= set(ByteLevel.alphabet())
-        and repr(backend.normalizer) in ("None", "NFC()")
-        and "Removed" not in repr(backend.pre_tokenizer)
-        and not any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
-    )
-    return 2 * max(map(len, vocab)) if keeps_all else math.inf  # NFC turns two characters into at least one byte
+def _check_chars(count: int, max_len: int) -> None:
+    if count > max_len * MAX_CHARS_PER_TOKEN:
+        limit = f"the context holds {max_len:,} tokens, and up to {MAX_CHARS_PER_TOKEN} characters for each"
+        raise ContextOverflowError("prompt", f"{count:,} characters", limit, _SHORTEN)
+
+
+def num_chars(value: Any) -> int:
+    """Count the characters of the texts in a value of dicts, lists, tuples and others, and one for each other item."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return 1 + sum(map(num_chars, value)) if isinstance(value, (list, tuple)) else 1
 
 
 def _check_text(text: str) -> str:
@@ -154,8 +186,10 @@ def _parts(message: BaseMessage) -> list[BaseMessage]:
     """Split a human message with results of tools into these and the rest; return other messages as they are."""
     if not isinstance(message, HumanMessage) or isinstance(message.content, str):
         return [message]
-    results = [block for block in message.content if isinstance(block, dict) and block.get("type") == "tool_result"]
-    others = [block for block in message.content if block not in results]
+    results, others = list[Any](), list[Any]()
+    for block in message.content:
+        is_result = isinstance(block, dict) and block.get("type") == "tool_result"
+        (results if is_result else others).append(block)
     tools = [
         ToolMessage(
             block.get("content") or "",
@@ -168,9 +202,10 @@ def _parts(message: BaseMessage) -> list[BaseMessage]:
 
 
 def _turn(message: BaseMessage, model: str) -> Turn:
-    turn: Turn = {"role": _role(message), "content": ""}
-    for block in [message.content] if isinstance(message.content, str) else message.content:
-        _add(block, turn, model)
+    turn: Turn = {"role": _role(message)}
+    blocks = [message.content] if isinstance(message.content, str) else message.content
+    read = [_read(block, turn["role"], model) for block in blocks]
+    turn["content"] = "".join(text for text, _ in read)
     if message.name:
         turn["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -178,7 +213,7 @@ def _turn(message: BaseMessage, model: str) -> Turn:
         if message.status == "error" and not turn["content"].lstrip().lower().startswith("error"):
             turn["content"] = f"Error: {turn['content']}" if turn["content"] else "Error"
     if isinstance(message, AIMessage):
-        thought = turn.get("reasoning_content") or message.additional_kwargs.get("reasoning_content")
+        thought = "".join(thought for _, thought in read) or message.additional_kwargs.get("reasoning_content")
         turn |= {"reasoning_content": str(thought)} if thought else {}
         calls = _calls(message)
         turn |= {"tool_calls": calls} if calls else {}
@@ -216,19 +251,19 @@ def _calls(message: AIMessage) -> list[dict[str, Any]]:
     return [_call(call) for call in (*message.tool_calls, *others)]
 
 
-def _add(block: str | dict[Any, Any], turn: Turn, model: str) -> None:
-    """Add a content block to its turn. A target that reads more than text would be supported here."""
+def _read(block: str | dict[Any, Any], role: str, model: str) -> tuple[str, str]:
+    """Return a block's text and thought. A target that reads more than text would be supported here."""
     if isinstance(block, str):
-        block = {"type": "text", "text": block}
-    kind, by_model = str(block.get("type")), turn["role"] == "assistant"
+        return block, ""
+    kind, by_model = str(block.get("type")), role == "assistant"
     if kind == "text" and isinstance(block.get("text"), str):
-        turn["content"] += block["text"]
-    elif by_model and kind in _REASONING:
-        thought = block.get("reasoning") or block.get("thinking") or ""
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + str(thought)
-    elif not (by_model and (kind in _CALLS or kind.startswith("server_tool_"))):
-        hint = "pass text blocks; what they say can be written out"
-        raise UnsupportedContentError("content block", block.get("type"), f"{model} reads text only", hint)
+        return block["text"], ""
+    if by_model and kind in _REASONING:
+        return "", str(block.get("reasoning") or block.get("thinking") or "")
+    if by_model and (kind in _CALLS or kind.startswith("server_tool_")):
+        return "", ""
+    hint = "pass text blocks; what they say can be written out"
+    raise UnsupportedContentError("content block", block.get("type"), f"{model} reads text only", hint)
 
 
 # Turns to token ids.

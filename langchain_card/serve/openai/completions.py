@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from fastapi.responses import JSONResponse
 from langchain_core.messages.ai import UsageMetadata
 
 from langchain_card.chat.answer import AnswerConsumer, consuming_in_task, statistics
+from langchain_card.chat.preparation import prepared
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.generation import Generation
@@ -86,7 +86,7 @@ class Continuation:
             yield [*end, {**start, "choices": [], "usage": counts}] if include_usage else end
 
     async def _submit(self) -> Generation:
-        prompt_ids, params = await asyncio.to_thread(self._prepare)
+        prompt_ids, params = await prepared(self._prepare, len(self._body.one_prompt))
         generation = self._model.engine.submit(prompt_ids, params)  # not in the thread: it may be cancelled until here
         self._consumer.reads(generation)
         return generation

@@ -202,7 +202,7 @@ class CompletionRequest(Decoding):
             raise InvalidInputError("best_of", self.best_of, "must be 1", "send the request again, with another seed")
         self._refuse({"echo": "the prompt is known already", "suffix": "put it into the prompt, as the model knows it"})
         prompt = self.one_prompt
-        if not isinstance(prompt, str) and (not prompt or not all(type(token) is int for token in prompt)):
+        if not isinstance(prompt, str) and {*map(type, prompt)} != {int}:
             raise InvalidInputError("prompt", self.prompt, "must be one text, or the token ids of one")
         return self
 
