@@ -31,7 +31,7 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     model_names: tuple[str, ...] | None = None
     hosts: tuple[str, ...] | None = None
-    max_body_bytes: int = 1 << 22
+    max_body_bytes: int = 1 << 20
     max_body_seconds: float = 30.0
     max_requests: int = 1024
     max_messages: int = 1024

@@ -36,7 +36,7 @@ _TEXTS = ("content", "reasoning_content")
 MAX_CHARS_PER_TOKEN = 64
 """Characters that the tokens of a context may stand for on average; ordinary text has three to five."""
 
-PIECE_CHARS = 1 << 15
+PIECE_CHARS = 1 << 14
 """Characters of a piece; a longer text is read in pieces until it is clear that it cannot fit."""
 _CUT_TOKENS = 256
 """Tokens that a cut between two pieces may add: a token that is cut counts as several."""

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CARDChatModel]:
 
 @pytest.fixture(scope="module")
 def http(model: CARDChatModel) -> Iterator[httpx.Client]:
-    with served(model) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with served(model, max_body_bytes=1 << 23) as url, httpx.Client(base_url=url, timeout=60) as http:
         yield http
 
 
@@ -84,7 +84,7 @@ def test_characters_of_texts_are_no_values(http: httpx.Client) -> None:
 def test_the_bytes_of_a_large_body_are_freed_while_its_answer_is_written(model: CARDChatModel) -> None:
     """FastAPI keeps the parsed body, once, until the answer is whole."""
     fields = ask(x="x" * 1_200_000, **LONG)
-    with served(model) as url:
+    with served(model, max_body_bytes=1 << 23) as url:
         for attempt in range(2):  # the first one warms up
             gc.collect()
             tracemalloc.start()

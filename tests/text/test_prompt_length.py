@@ -42,9 +42,9 @@ def test_the_tokenizer_reads_no_more_pieces_than_it_takes(monkeypatch: pytest.Mo
     tokenizer, read = tiny.byte_tokenizer(), list[int]()
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **fields: read.append(len(text)) or encode(text, **fields))
-    with pytest.raises(ContextOverflowError, match=r"400,000 characters.* first 65,536 are 65,536 tokens.* 40,000"):
+    with pytest.raises(ContextOverflowError, match=r"400,000 characters.* first 49,152 are 49,152 tokens.* 40,000"):
         check_length("x" * 400_000, tokenizer, 40_000)
-    assert read == [PIECE_CHARS, PIECE_CHARS]
+    assert read == [PIECE_CHARS] * 3
 
 
 def test_text_that_vanishes_takes_no_tokens() -> None:
