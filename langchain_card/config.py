@@ -228,7 +228,7 @@ class EngineConfig:
     acceptance: str = "exact"
     steering: str | None = None
     stack: tuple[str, ...] = ()
-    draft_context: int | None = 2048
+    draft_context: int | None = 1024
     prefix_cache: str = "memory"
     max_model_len: int | None = None
     limits: Limits = field(default_factory=Limits)

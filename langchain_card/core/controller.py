@@ -19,10 +19,10 @@ from langchain_card.core.policy import DraftGrant, Load
 ANSWER_PRIOR = 128.0
 """Tokens of an answer, before any was measured."""
 
-FIRST_READ = 64
+FIRST_READ = 32
 """Tokens of a text that a draft reads at a time before its speed was measured."""
 
-READ_STEPS = 1.5
+READ_STEPS = 0.5
 """Longest time that a draft reads at a time, in plain steps: so much later the next token comes."""
 
 SAVED_PRIOR = 0.3
