@@ -179,7 +179,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
 
     async def _astart(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
         prepare = functools.partial(self._prepare, messages, stop, options)
-        size = num_chars([*(message.content for message in messages), *options.values()])
+        size = num_chars([*map(vars, messages), *options.values()])
         prompt = await prepared(prepare, size, is_loaded=self._lease.held is not None)
         return self._submit(*prompt)  # on the loop: the thread of a cancelled task goes on
 

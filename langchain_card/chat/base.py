@@ -140,7 +140,7 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
         names = ["model", "dtype", "kv_dtype", "quantization", "exact", "max_model_len", "output_version"]
         names += ["acceptance", "steering"]
         if self._engine_config().lossy:  # drafts then change the answer
-            names += ["draft_model", "drafters", "stack", "pins", "limits"]
+            names += ["draft_model", "draft_context", "drafters", "stack", "pins", "limits"]
         sampling = (name for name in SamplingOptions.model_fields if name not in self._speed_only)
         return {name: getattr(self, name) for name in (*names, *sampling)}
 

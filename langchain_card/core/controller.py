@@ -22,6 +22,9 @@ ANSWER_PRIOR = 128.0
 FIRST_READ = 32
 """Tokens of a text that a draft reads at a time before its speed was measured."""
 
+LEAST_READ = 16
+"""Tokens that a draft reads at a time at least: a step has a price of its own, and one token at a time never ends."""
+
 READ_STEPS = 0.5
 """Longest time that a draft reads at a time, in plain steps: so much later the next token comes."""
 
@@ -161,7 +164,7 @@ class Controller:
             saved = plain / load.num_seqs - self.seconds_a_token(load.schedule, load.num_seqs)
         expected = min(left, max(self.answers.value - written, written))
         pays = expected * saved * load.num_seqs > unread * price
-        return max(1, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0
+        return max(LEAST_READ, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0
 
     def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
         """Weigh a draft step by measured times and hits.

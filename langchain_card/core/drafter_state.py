@@ -20,6 +20,9 @@ from langchain_card.core.messages import Proposal
 MAX_NUMBER = 65_536
 """Nodes that a drafter may number in one epoch."""
 
+MAX_TEXT = 2**31
+"""Tokens of a text below which a proposal may report what was read and is left."""
+
 MAX_SECONDS = 3600.0
 """Longest time of one draft step that a proposal may report."""
 
@@ -160,6 +163,7 @@ def is_valid(proposal: Proposal) -> bool:
         all(0.0 <= seconds <= MAX_SECONDS for seconds in (proposal.elapsed, proposal.reading))
         and 0 <= proposal.forwarded <= proposal.together <= MAX_NUMBER
         and 1 <= proposal.layers <= MAX_NUMBER
+        and _within((proposal.read, proposal.unread), MAX_TEXT)
         and first > 0
         and first + count <= MAX_NUMBER
         and len(proposal.parents) == len(proposal.scores) == count
@@ -180,7 +184,9 @@ def _is_well_typed(proposal: Proposal) -> bool:
     A list is refused: its owner may change it after this check.
     """
     p = proposal
-    single = (p.request_id, p.epoch, p.root, p.applied_len, p.first, p.forwarded, p.together, p.layers)
+    single = (
+        p.request_id, p.epoch, p.root, p.applied_len, p.first, p.forwarded, p.together, p.layers, p.read, p.unread
+    )  # fmt: skip
     many = (p.parents, p.token_ids, p.scores, p.expanded)
     if {*map(type, many)} != {tuple} or type(p.source) is not str:
         return False

@@ -53,7 +53,7 @@ class DraftWorker:
         self.granted: dict[int, tuple[int, ...]] = {}
         self.min_chance: dict[int, float] = {}
         self.read: dict[int, int] = {}
-        self._unread: dict[int, int] = {}  # tokens that the first step of a request reads
+        self._unread: dict[int, int] = {}  # tokens of each text that are left to read, as far as is known
         self.applied: dict[int, int] = {}
         self._watch = StepWatch(time.monotonic)
         self._warned = False
@@ -115,11 +115,15 @@ class DraftWorker:
         return True
 
     def _proposals(self, budgets: list[Budget]) -> list[Proposal]:
-        size = sum(budget.width + self._unread.pop(budget.request_id, 0) for budget in budgets)
+        size = 0
+        for budget in budgets:
+            unread = self._unread.get(budget.request_id, 0)
+            size += budget.width + (unread if budget.read is None else min(unread, budget.read))
         try:
             with self._watch.step(size):
-                proposals = self.drafter.step(budgets)
-            return self._usable(budgets, proposals)
+                proposals = self._usable(budgets, self.drafter.step(budgets))
+            self._unread |= {proposal.request_id: proposal.unread for proposal in proposals}
+            return proposals
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -143,6 +143,9 @@ class PrefixFolder:
             reason = "its checksum is not that of its name and content"
         except FileNotFoundError:
             return None
+        except OSError as error:  # the file may be sound
+            log.warning("%s cannot be read, and its text is read anew: %r", file, error)
+            return None
         except Exception as error:  # whatever the library makes of damaged bytes
             reason = repr(error)
         log.warning("%s is deleted and its text read anew: %s", file, reason)

@@ -242,3 +242,14 @@ def test_auto_tries_what_was_never_measured_and_seldom_what_is_slower() -> None:
     policy = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
     ran = [policy.auto(1, None) for _ in range(200)]
     assert [i for i, schedule in enumerate(ran) if schedule == "parallel"] == [32, 97]
+
+
+def test_reading_never_comes_to_a_halt() -> None:
+    """Small steps cost more for each token, and dearer tokens made the next step smaller: it ended with one token."""
+    controller, load, unread, steps = Controller(shared_device=True), Load("sequential", 6), 1000, 0
+    controller.observe_pass(load, 6, 6, 6, 0.08, None)
+    while unread and (read := controller.reading(load, unread, 50, 500)):
+        read = min(read, unread)
+        controller.observe_reading(load, read, 0.012 + 0.001 * read)
+        unread, steps = unread - read, steps + 1
+    assert not unread and steps < 70

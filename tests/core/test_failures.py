@@ -109,7 +109,8 @@ def test_malformed_proposals_are_not_valid() -> None:
         {"token_ids": (-1,)}, {"scores": (1.0,)}, {"scores": (math.nan,)}, {"scores": ("no",)}, {"token_ids": (7.5,)},
         {"parents": (0.0,)}, {"epoch": "0"}, {"layers": 0}, {"layers": 1.5}, {"elapsed": -1.0}, {"elapsed": 1e12},
         {"elapsed": math.inf}, {"elapsed": math.nan}, {"elapsed": None}, {"forwarded": -1}, {"forwarded": 1},
-        {"reading": -1.0}, {"expanded": (None,)}, {"parents": [0]}, {"request_id": [1]}, {"source": None},
+        {"reading": -1.0}, {"read": -5}, {"read": 10**400}, {"unread": None}, {"unread": "x"},
+        {"expanded": (None,)}, {"parents": [0]}, {"request_id": [1]}, {"source": None},
     ]  # fmt: skip
     assert is_valid(GOOD)
     for fields in bad:

@@ -175,6 +175,29 @@ def test_a_damaged_or_foreign_file_is_refused_and_replaced(
     assert file.read_bytes() == content, "the same bits were written again"
 
 
+def test_a_file_that_cannot_be_read_now_is_kept(
+    target: str,
+    folder: Path,
+    written: tuple[Path, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(written[0], folder)
+    before, read = blocks(folder), Path.read_bytes
+
+    def fail(file: Path) -> bytes:
+        if file.suffix == ".safetensors":
+            raise OSError(24, "Too many open files")
+        return read(file)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with caplog.at_level(logging.WARNING):
+        assert answer(folder_config(target), PROMPT) == (written[1], 0)
+    assert "Too many open files" in "".join(caplog.messages)
+    monkeypatch.undo()
+    assert {*blocks(folder)} == {*before}
+
+
 MISSES: dict[str, Callable[[EngineConfig], EngineConfig]] = {
     "other weights at the same place": lambda config: config,
     "another number format": lambda config: replace(config, kv_dtype="float"),

@@ -108,6 +108,7 @@ def _query(
     b.store(summed, v.pointer(total, query, 4, _F32), align=4)
 
     own = [b.fmul(x, v.load(value_scales, _I64(part), 64, _FLOATS)) for part, x in enumerate(own)]
+    own = [b.select(mask, x, _all(0.0)) for mask, x in zip(seen, own, strict=True)]  # zero times a stray NaN is NaN
     largest = v.larger(v.fold(own, v.larger), _F32(_TINY))
     b.store(b.fdiv(largest, _F32(_LEVELS)), v.pointer(weight, query, 4, _F32), align=4)
     grow, counts = v.spread(b.fdiv(_F32(_LEVELS), largest)), list[Any]()
