@@ -240,15 +240,20 @@ class Driver:
         else:
             for report in reports:
                 if isinstance(report, m.Reading):
-                    self._note(report)
+                    yield from self._note(report)
                     continue
                 self._unread.pop(report.request_id, None)
                 yield m.Verified(report, self._clock())
 
-    def _note(self, reading: m.Reading) -> None:
+    def _note(self, reading: m.Reading) -> Iterator[m.Event]:
         self._unread[reading.request_id] = reading.total - reading.read
-        if (consumer := self._consumers.get(reading.request_id)) is not None:
+        if (consumer := self._consumers.get(reading.request_id)) is None:
+            return
+        try:
             consumer.read(reading)
+        except Exception as error:
+            self._fail(consumer, error)
+            yield m.Stopped(reading.request_id, FinishReason.ABORT, self._clock())
 
     def _restart_due(self) -> None:
         due = [(at, worker) for at, worker in self._restarts if at <= self._clock()]

@@ -176,8 +176,9 @@ class PrefixFolder:
             with self._locked():
                 if not file.exists():
                     end = (n + 1) * BLOCK
-                    block = cache.read(end - BLOCK, token_ids[:end], tenant)
-                    if len(token_ids) < LEAST_TOKENS or block is None:
+                    if len(token_ids) < LEAST_TOKENS:
+                        return
+                    if (block := cache.read(end - BLOCK, token_ids[:end], tenant)) is None:
                         return
                     content = safetensors.save({**block, _CHECKSUM: self._checksum(file, block)})
                     if not self._make_room(len(content), keep=files):
@@ -197,13 +198,15 @@ class PrefixFolder:
                 elif file.suffix == ".safetensors":
                     status = file.stat()
                     blocks.append((status.st_mtime_ns, status.st_size, file))
-        free = self._max_bytes - sum(length for _, length, _ in blocks)
         kept = {*keep}
+        if self._max_bytes - sum(length for _, length, file in blocks if file in kept) < size:
+            return False
+        free = self._max_bytes - sum(length for _, length, _ in blocks)
         for _, length, file in sorted(blocks):
             if free < size and file not in kept:
                 file.unlink(missing_ok=True)
                 free += length
-        return free >= size
+        return True
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -114,3 +114,18 @@ def test_readings_end_with_the_request(engine: Engine, permits: threading.Semaph
         generation.abort()
         permits.release(99)
     assert generation.result().finish_reason is FinishReason.ABORT
+
+
+class Failing(Recorder):
+    """A consumer that fails at the first reading."""
+
+    def read(self, reading: Reading) -> None:
+        raise ValueError("planted")
+
+
+def test_a_consumer_that_fails_ends_its_request_alone(engine: Engine) -> None:
+    if engine.config.isolate:
+        pytest.skip("the driver is in another process")
+    engine.backend.submit(failing := Failing(1004, [15, *PROMPT]))
+    assert failing.ended.wait(60) and "planted" in str(failing.error)
+    assert readings(engine, 1005, [16, *PROMPT])
