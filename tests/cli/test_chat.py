@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -288,7 +289,6 @@ class Read(Script):
     def readings(self) -> Iterator[Reading]:
         for read in (512, 1024):
             yield Reading(0, read, 3278)
-            time.sleep(0.15)  # longer than a redraw takes to come
 
 
 def test_a_terminal_beside_a_pipe_shows_it_on_one_line_and_a_pipe_does_not(
@@ -296,18 +296,29 @@ def test_a_terminal_beside_a_pipe_shows_it_on_one_line_and_a_pipe_does_not(
 ) -> None:
     master, slave = os.openpty()
     with os.fdopen(slave, "w") as stderr:
-        for stream, seen in ((stderr, True), (sys.stderr, False)):
+        for stream in (stderr, sys.stderr):
             monkeypatch.setattr(sys, "stderr", stream)
             monkeypatch.setenv("TERM", "xterm")
             screen = Screen()
             screen.stream(Read([Piece(0, "Yes.")]))  # type: ignore[arg-type]
             said = capsys.readouterr()
             assert said.out == "Yes.\n" and said.err == ""
-            if seen:
-                shown = os.read(master, 65536).decode()
-                assert "reading 3,278 tokens: 16%" in shown and "reading 3,278 tokens: 31%" in shown
-                assert final_text(shown).strip() == ""
+    shown = read_to_end(master)
     os.close(master)
+    assert "reading 3,278 tokens: 31%" in shown
+    assert final_text(shown).strip() == ""
+
+
+def read_to_end(master: int) -> str:
+    """What a closed terminal was sent.
+
+    The kernel passes it on by a thread of its own, so that one read may miss the end.
+    """
+    shown = b""
+    with contextlib.suppress(OSError):  # "input/output error" after the last byte
+        while part := os.read(master, 65536):
+            shown += part
+    return shown.decode()
 
 
 def test_the_table_fits_80_columns_while_it_fills() -> None:
