@@ -10,16 +10,22 @@ from langchain_card.chat.progress import ConsoleProgress, megabytes
 if TYPE_CHECKING:
     from langchain_card.models.store import ModelStore
 
+_NAME = "built-in name, folder, .gguf file or hub id (owner/name)"
+
 
 def register(subparsers: Any) -> None:
     """Add `models` and its sub-commands."""
     parser = subparsers.add_parser("models", help="list, download, locate or remove models")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    helps = {"pull": "download a model", "path": "print where a model lies", "rm": "remove a model from the cache"}
+    helps = {
+        "pull": "download a model",
+        "path": "print where a model lies",
+        "rm": "remove a model, or the prefixes, from the cache",
+    }
     actions.add_parser("list", help="show the models of the cache").set_defaults(run=run, action="list")
     for action, text in helps.items():
         command = actions.add_parser(action, help=text)
-        command.add_argument("name", help="built-in name, folder, .gguf file or hub id (owner/name)")
+        command.add_argument("name", help=_NAME + (" or prefixes" if action == "rm" else ""))
         command.set_defaults(run=run, action=action)
 
 
@@ -45,7 +51,11 @@ def _print_list(store: ModelStore) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from langchain_card.models.store import PREFIXES
+
     rows = [(m.name, m.state, megabytes(m.size) if m.size else "-", " ".join(m.forms) or "-") for m in store.list()]
+    if size := store.prefix_bytes():
+        rows.append((PREFIXES, "texts", megabytes(size), "-"))
     console = Console()
     if not console.is_terminal:
         for row in rows:

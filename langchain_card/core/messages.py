@@ -130,7 +130,8 @@ class Reading:
 
     Attributes:
         request_id: the request.
-        read: tokens read so far, and `total`: those to be read; tokens known from an earlier text are in neither.
+        read: tokens read so far, and `total`: those to be read; tokens of earlier texts in memory are in
+            neither, those that are loaded from a folder in both.
     """
 
     request_id: int

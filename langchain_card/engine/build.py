@@ -19,7 +19,7 @@ from langchain_card.engine.prefix_folder import PrefixFolder, dependencies
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.models.files import Progress
 from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release_model
-from langchain_card.models.store import default_cache
+from langchain_card.models.store import PREFIXES, default_cache
 from langchain_card.ports import AcceptanceRule, Constraint, Observer
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
@@ -117,7 +117,7 @@ def _prefixes(
     """Return the folder of prefixes; None without one, or with a warning if it cannot be used."""
     if config.prefix_cache != "folder":
         return None
-    folder = default_cache() / "prefixes"
+    folder = default_cache() / PREFIXES
     try:
         prefixes = PrefixFolder(folder, target, dependencies(spec, config), config.limits.max_prefix_bytes)
     except OSError as error:

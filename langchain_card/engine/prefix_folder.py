@@ -6,9 +6,11 @@ a system prompt as often as there are texts, and would be written anew for each 
 
 ```
 <folder>/secret               key of all hashes, made by the first process
-<folder>/lock                 held for each write, so that a temporary file of another process is a leftover
-<folder>/<name>.safetensors   a block and its checksum, renamed to this name when it is complete
+<folder>/<name>.safetensors   a block and its checksum
+<folder>/<name>.tmp           the same while it is written, under a lock between processes: without it, a leftover
 ```
+
+No process waits long for another one: a text is left out if the lock is not free soon, or if the end comes before it.
 
 The first name is a hash of the tenant and of everything that keys and values depend on besides the text. So a block is
 never found for another tenant, other weights or another number format.
@@ -17,11 +19,15 @@ never found for another tenant, other weights or another number format.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
+import importlib.metadata
 import logging
+import math
 import os
-import queue
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,10 +39,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from langchain_card import runtime
 from langchain_card._version import __version__
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
-from langchain_card.models.files import Silent, locked
+from langchain_card.models.files import MARGIN, Silent, locked
 from langchain_card.models.loader import ModelSpec
 from langchain_card.models.store import file_state
 from langchain_card.runtime.kv_cache import KVCache
@@ -50,6 +57,12 @@ BLOCK = 256
 
 LEAST_TOKENS = 1024
 """Length from which on texts are written; shorter ones are read quickly."""
+
+LOCK_SECONDS = 0.5
+"""Time that the writer waits for another process."""
+
+CLOSE_SECONDS = 1.5
+"""Time for queued texts at the end, which an isolated engine has before it is killed (`child_process.END_SECONDS`)."""
 
 _LAYOUT = 1  # raise it if the contents of a file change
 _CHECKSUM = "checksum"
@@ -77,41 +90,54 @@ class PrefixFolder:
             limit = f"is smaller than the keys and values of {BLOCK} tokens, {size:,} bytes"
             raise InvalidInputError("max_prefix_bytes", max_bytes, limit, 'raise it, or use prefix_cache="memory"')
         self._root = repr((_LAYOUT, dependencies, {name: (part.dtype, part.shape) for name, part in layout.items()}))
-        with self._locked():
-            secret, status = folder / "secret", folder.stat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise PermissionError("it is another user's, or open to others: chmod 700")
-            if not secret.exists() or secret.stat().st_size != _SECRET_BYTES:
-                _replace(secret, secrets.token_bytes(_SECRET_BYTES))
-            self._secret = secret.read_bytes()
-            self._make_room(0)
-        self._failing = False
-        self._texts: queue.SimpleQueue[tuple[KVCache, str, list[int]] | None] = queue.SimpleQueue()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (status := folder.stat()).st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PermissionError("it is another user's, or open to others: chmod 700")
+        self._secret = _shared_secret(folder / "secret")
+        self._failing, self._num_lost, self._deadline = False, 0, math.inf
+        self._texts: dict[KVCache, tuple[str, list[int]]] = {}  # to be written; a sequence holds one text at a time
+        self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write_texts, name="card-prefixes", daemon=True)
         self._writer.start()
 
-    def load(self, cache: KVCache, token_ids: Sequence[int]) -> None:
+    def load(self, cache: KVCache, token_ids: Sequence[int]) -> Iterator[int]:
         """Commit the positions of a text that the folder holds and the open sequence does not.
 
         A file that is damaged, or was made elsewhere, is deleted with a warning, and the text from there on is read.
+
+        Yields:
+            The sequence's length after each block, so that the caller can do something else between two blocks.
         """
         for n, file in enumerate(self._files(cache.tenant, token_ids)):
             if (n + 1) * BLOCK > cache.length:
                 if (block := self._read(file)) is None:
                     return
                 cache.write(n * BLOCK, token_ids[n * BLOCK : (n + 1) * BLOCK], block)
+                yield cache.length
 
     def save(self, cache: KVCache) -> None:
         """Queue the text of a closed sequence. What a later sequence overwrites first is not written."""
-        if cache.length >= BLOCK:
-            if self._runner.device.type == "cuda":
+        if cache.length < BLOCK:
+            return
+        if self._runner.device.type == "cuda":
+            try:
                 torch.cuda.current_stream(self._runner.device).synchronize()  # the writer has a stream of its own
-            self._texts.put((cache, cache.tenant, [*cache.token_ids]))
+            except Exception as error:  # of an earlier step, which reports it, too
+                log.warning("%s tokens are not kept in %s: %r", f"{cache.length:,}", self._folder, error)
+                return
+        with self._changed:
+            self._texts[cache] = (cache.tenant, [*cache.token_ids])
+            self._changed.notify()
 
     def close(self) -> None:
-        """Write the queued texts and end the thread."""
-        self._texts.put(None)
-        self._writer.join()
+        """Write queued texts for `CLOSE_SECONDS`, and end the thread after the block in hand."""
+        with self._changed:
+            self._deadline = time.monotonic() + CLOSE_SECONDS
+            self._changed.notify()
+        self._writer.join(2 * CLOSE_SECONDS)
+        if self._num_lost or self._writer.is_alive():
+            reason = "another process held its lock, or the engine was closed before they were written"
+            log.warning("at least %s tokens are not kept in %s: %s", f"{self._num_lost:,}", self._folder, reason)
 
     def _files(self, tenant: str, token_ids: Sequence[int]) -> Iterator[Path]:
         """Yield the files of a text's whole blocks, in order."""
@@ -154,42 +180,71 @@ class PrefixFolder:
         return None
 
     def _write_texts(self) -> None:
-        while (text := self._texts.get()) is not None:
-            self._write(*text)
+        with self._reported(), self._locked():
+            self._make_room(0)
+        while (text := self._next()) is not None:
+            with self._reported():
+                self._write(*text)
 
-    def _write(self, cache: KVCache, tenant: str, token_ids: list[int]) -> None:
-        """Write a text; the first of several failures in a row is logged."""
+    def _next(self) -> tuple[KVCache, str, list[int]] | None:
+        """Wait for a text and take it from the queue; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._texts or self._deadline < math.inf)
+            for cache in self._texts:
+                return cache, *self._texts.pop(cache)
+        return None
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Log failures, of several in a row the first."""
         try:
-            self._write_blocks(cache, tenant, token_ids)
+            yield
+        except TimeoutError as error:  # the next text may be luckier
+            log.debug("%s", error)
         except Exception as error:
             if not self._failing:
                 log.warning("no prefixes are kept in %s until that works again: %r", self._folder, error)
             self._failing = True
 
-    def _write_blocks(self, cache: KVCache, tenant: str, token_ids: list[int]) -> None:
+    def _write(self, cache: KVCache, tenant: str, token_ids: list[int]) -> None:
         """Write the blocks of a text that the folder lacks, and touch the others.
 
         Later blocks count as used earlier, so that a text loses its end first.
         """
-        files, now = [*self._files(tenant, token_ids)], time.time_ns()
+        files, now, room = [*self._files(tenant, token_ids)], time.time_ns(), None
         for n, file in enumerate(files):
-            with self._locked():
-                if not file.exists():
-                    end = (n + 1) * BLOCK
-                    if len(token_ids) < LEAST_TOKENS:
-                        return
-                    if (block := cache.read(end - BLOCK, token_ids[:end], tenant)) is None:
-                        return
-                    content = safetensors.save({**block, _CHECKSUM: self._checksum(file, block)})
-                    if not self._make_room(len(content), keep=files):
-                        return
-                    _replace(file, content)
-                    self._failing = False
-                with contextlib.suppress(FileNotFoundError):  # found damaged meanwhile
-                    os.utime(file, ns=(now - n * 1000, now - n * 1000))
+            if not file.exists():
+                if len(token_ids) < LEAST_TOKENS:
+                    return
+                if time.monotonic() >= self._deadline:
+                    self._num_lost += BLOCK * (len(files) - n)
+                    return
+                end = (n + 1) * BLOCK
+                if (block := cache.read(end - BLOCK, token_ids[:end], tenant)) is None:
+                    return
+                content = safetensors.save({**block, _CHECKSUM: self._checksum(file, block)})
+                try:
+                    with self._locked():
+                        self._check_secret()
+                        if room is None:
+                            num_absent = sum(not file.exists() for file in files)
+                            room = self._make_room(len(content) * num_absent, keep=files)
+                        if (room := room - len(content)) < 0:
+                            return
+                        _replace(file, content)
+                except TimeoutError:
+                    self._num_lost += BLOCK * (len(files) - n)
+                    raise
+                self._failing = False
+            with contextlib.suppress(FileNotFoundError):  # found damaged, or deleted for other texts
+                os.utime(file, ns=(now - n * 1000, now - n * 1000))
 
-    def _make_room(self, size: int, keep: Iterable[Path] = ()) -> bool:
-        """Delete leftovers, and blocks until `size` bytes fit; return whether they do without the files to keep."""
+    def _make_room(self, size: int, keep: Iterable[Path] = ()) -> int:
+        """Delete leftovers, and the blocks unused longest until `size` bytes fit, or all that may beside those to keep.
+
+        Returns:
+            The bytes that fit, `size` at most. `MARGIN` of the disk stays free beside them.
+        """
         blocks = []
         for file in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process may delete a damaged one
@@ -198,21 +253,25 @@ class PrefixFolder:
                 elif file.suffix == ".safetensors":
                     status = file.stat()
                     blocks.append((status.st_mtime_ns, status.st_size, file))
-        kept = {*keep}
-        if self._max_bytes - sum(length for _, length, file in blocks if file in kept) < size:
-            return False
-        free = self._max_bytes - sum(length for _, length, _ in blocks)
+        kept, used = {*keep}, sum(length for _, length, _ in blocks)
+        limit = min(self._max_bytes, used + shutil.disk_usage(self._folder).free - MARGIN)
+        size = max(0, min(size, limit - sum(length for _, length, file in blocks if file in kept)))
         for _, length, file in sorted(blocks):
-            if free < size and file not in kept:
+            if limit - used < size and file not in kept:
                 file.unlink(missing_ok=True)
-                free += length
-        return True
+                used -= length
+        return size
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(self._folder / "lock", Silent()):
-            yield
+    def _check_secret(self) -> None:
+        """Raise if the folder was deleted: files under an old secret would be found by this process alone."""
+        secret = self._folder / "secret"
+        if not secret.exists() or secret.read_bytes() != self._secret:
+            raise FileNotFoundError("it was deleted while this process ran; start the process again")
+
+    def _locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock of the folder, which the model store takes to delete it."""
+        seconds = min(LOCK_SECONDS, self._deadline - time.monotonic())
+        return locked(self._folder.parent / "locks" / f"{self._folder.name}.lock", Silent(), seconds)
 
 
 def dependencies(spec: ModelSpec, config: EngineConfig) -> str:
@@ -222,11 +281,33 @@ def dependencies(spec: ModelSpec, config: EngineConfig) -> str:
     """
     gpus = [torch.cuda.get_device_name(device) for device in spec.devices if device.type == "cuda"]
     machine = (processor(), torch.backends.cpu.get_cpu_capability(), gpus)
-    versions = (__version__, torch.__version__, transformers.__version__)
+    compilers = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
+    versions = (__version__, _source_hash(Path(runtime.__path__[0])), torch.__version__, transformers.__version__)
     grid: tuple[object, ...] = (config.exact, config.execution)
     if config.exact == "strict":
         grid += (config.max_model_len, config.limits.max_window, config.limits.num_seqs, num_cores())
-    return repr((file_state(spec.folder), spec, grid, machine, versions))
+    return repr((file_state(spec.folder), spec, grid, machine, versions, compilers))
+
+
+def _source_hash(folder: Path) -> str:
+    """Return a hash of the code in a folder: other code makes other bits, also under the same version."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _shared_secret(file: Path) -> bytes:
+    """Return the secret in a file; the first of several processes makes it, and the others do not wait."""
+    if file.exists() and file.stat().st_size != _SECRET_BYTES:
+        file.unlink(missing_ok=True)
+    if not file.exists():
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="secret-") as handle:  # of this user alone
+            handle.write(secrets.token_bytes(_SECRET_BYTES))
+            handle.flush()
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(handle.name, file)
+    return file.read_bytes()
 
 
 def _replace(file: Path, content: bytes) -> None:

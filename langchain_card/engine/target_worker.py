@@ -22,14 +22,18 @@ from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import Sampler, token_logprobs
 
+LOAD_BLOCKS = 4
+"""Blocks of prefixes that one pass loads, which take about as long as the pass itself."""
+
 
 @dataclass(slots=True)
 class _Sequence:
     begin: Begin
     cache: KVCache
     sampler: Sampler
-    cached: int  # tokens reused from earlier sequences; 0 once that was reported
-    known: int  # the same, throughout
+    loading: Iterator[int] | None  # loads its prefix; None when no more can be loaded
+    known: int  # tokens reused from earlier sequences
+    cached: int  # the same with those that were loaded; 0 once that was reported
     verified: Window | None = None  # the last window, until the KV of its committed rows was kept
 
     def advance(self, window: Window, *, in_place: bool) -> None:
@@ -68,7 +72,8 @@ class TargetWorker:
     """A worker that runs the target model.
 
     A pass verifies the windows of all sequences whose text was read, and fills the rest of the row budget with unread
-    text, oldest first. A window is verified in the pass that reads the last of the text before it.
+    text, oldest first. A window is verified in the pass that reads the last of the text before it. What a folder holds
+    of a text is loaded before the text is read, a few blocks a pass, so that the other sequences go on.
 
     Args:
         runner: of the target; its scratch slots bound the rows of a window.
@@ -132,8 +137,16 @@ class TargetWorker:
         due = [(self._sequences[request_id], window) for request_id, window in self._windows.items()]
         for sequence, window in due:
             sequence.advance(window, in_place=self._in_place)
-        texts, verified = self._share_out(due)
-        self._set_threads("parallel" if any(window.drafting for _, window in due) else "sequential")
+        self._load(sequence for sequence, _ in due)
+        texts, verified = self._share_out([pair for pair in due if pair[0].loading is None])
+        drafting = any(window.drafting for _, window in due)
+        verdicts = self._step(texts, verified, drafting=drafting) if texts or verified else []
+        open_windows = self._windows.items()
+        return [*verdicts, *(self._sequences[request_id].reading(window) for request_id, window in open_windows)]
+
+    def _step(self, texts: list[Rows], verified: list[_Due], *, drafting: bool) -> list[Verdict]:
+        """Read texts and verify windows, which are open no longer."""
+        self._set_threads("parallel" if drafting else "sequential")
         started = time.perf_counter()
         logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
         if self._steering is not None and verified:
@@ -143,7 +156,7 @@ class TargetWorker:
         measured = self._measured(verified, logits, target_ids)
         read = sum(len(rows.token_ids) for rows in texts)
         per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
-        verdicts = list[Verdict | Reading]()
+        verdicts = []
         for i, (sequence, window) in enumerate(verified):
             verdicts.append(
                 Verdict(
@@ -161,8 +174,7 @@ class TargetWorker:
             )
             sequence.verified, sequence.cached = window, 0
             del self._windows[window.request_id]
-        open_windows = self._windows.items()
-        return [*verdicts, *(self._sequences[request_id].reading(window) for request_id, window in open_windows)]
+        return verdicts
 
     def _open(self, begin: Begin) -> _Sequence:
         text = (*begin.request.prompt_ids, *begin.output_ids)
@@ -172,9 +184,18 @@ class TargetWorker:
         sampler = Sampler(params, begin.request.prompt_ids, guide)
         sampler.commit(begin.output_ids)
         cache = self._runner.open(text[:-1], params.tenant)
-        if self._prefixes is not None:
-            self._prefixes.load(cache, text[:-1])
-        return _Sequence(begin, cache, sampler, cached=cache.length, known=cache.length)
+        loading = None if self._prefixes is None else self._prefixes.load(cache, text[:-1])
+        return _Sequence(begin, cache, sampler, loading, known=cache.length, cached=cache.length)
+
+    def _load(self, sequences: Iterable[_Sequence]) -> None:
+        """Load the next blocks of texts, `LOAD_BLOCKS` in all, of the oldest text first."""
+        room = LOAD_BLOCKS
+        for sequence in sequences:
+            while room and sequence.loading is not None:
+                if (length := next(sequence.loading, None)) is None:
+                    sequence.loading = None
+                else:
+                    sequence.cached, room = length, room - 1
 
     def _rows(self, sequence: _Sequence, window: Window) -> Rows:
         first = sequence.first_slot(window, in_place=self._in_place)

@@ -5,6 +5,7 @@ A model's name is a built-in name, a folder, a `.gguf` file, or a hub id, tried 
 ```
 <cache>/models/<built-in>/source.gguf, float/, int8/
 <cache>/converted/<name>-<key>/float/, int8/         from the user's folders and files
+<cache>/prefixes/                                    texts' keys and values (`engine.prefix_folder`)
 <cache>/locks/
 ```
 """
@@ -30,6 +31,7 @@ from langchain_card.models.safety import check_safetensors, inspect_folder
 
 __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
+PREFIXES = "prefixes"
 STAMP = "langchain-card.json"
 CONVERTER = 2  # raise it if the written form changes: older conversions are then replaced
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -75,6 +77,10 @@ class ModelStore:
         builtins = [_describe(name, self._home(name)) for name in BUILTINS]
         return builtins + [_describe(name, folder) for folder, name in self._conversions()]
 
+    def prefix_bytes(self) -> int:
+        """Return the bytes of the prefixes on disk; 0 without any."""
+        return size_on_disk(self.cache / PREFIXES)
+
     def check(self, name: str, field: str = "model") -> None:
         """Raise `UnknownModelError`, naming `field`, unless this can be a model's name. Nothing is downloaded."""
         try:
@@ -115,7 +121,9 @@ class ModelStore:
         return self._source(name)
 
     def remove(self, name: str) -> None:
-        """Delete a built-in model, or the conversions of a path or hub id. The user's files are never touched.
+        """Delete a built-in model, the conversions of a path or hub id, or the `PREFIXES`.
+
+        The user's files are never touched. Processes that run write no more prefixes.
 
         Raises:
             UnknownModelError: the store holds nothing of this name.
@@ -124,6 +132,8 @@ class ModelStore:
         folders = [folder for folder, source in self._conversions() if source in wanted]
         if name in BUILTINS:
             folders = [self._home(name)]
+        if name == PREFIXES and (self.cache / PREFIXES).exists():
+            folders = [self.cache / PREFIXES]
         if not folders:
             _local(name)
             raise UnknownModelError("model", name, "nothing of it is in the store", "see `langchain-card models list`")

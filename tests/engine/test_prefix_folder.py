@@ -264,7 +264,7 @@ def test_a_full_disk_gives_one_warning(target: str, folder: Path, caplog: pytest
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (message,) = caplog.messages
     assert f"no prefixes are kept in {folder}" in message and "File too large" in message
-    assert {file.name for file in folder.iterdir()} == {"lock", "secret"}
+    assert {file.name for file in folder.iterdir()} == {"secret"}
     answer(config, PROMPT)
     assert len(blocks(folder)) == EACH, "there is room again"
 
@@ -339,7 +339,8 @@ def test_a_process_that_is_killed_while_it_writes(target: str, folder: Path, cap
     child.communicate(timeout=200)
     assert child.returncode == -signal.SIGKILL and len(blocks(folder)) == 2 and [*folder.glob("*.tmp")]
     with caplog.at_level(logging.WARNING), Engine(folder_config(target)):
-        assert not [*folder.glob("*.tmp")]
+        pass
+    assert not [*folder.glob("*.tmp")]
     assert answer(folder_config(target), PROMPT) == (expected, 2 * BLOCK)
     assert answer(folder_config(target), PROMPT) == (expected, WHOLE) and not caplog.messages
 
