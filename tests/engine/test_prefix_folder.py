@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import random
@@ -10,23 +11,32 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
 import torch
 
+from langchain_card import runtime
 from langchain_card.config import EngineConfig, Limits
-from langchain_card.core.request import SamplingParams
+from langchain_card.core.messages import Reading
+from langchain_card.core.request import FinishReason, SamplingParams
+from langchain_card.engine import prefix_folder, target_worker
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS
+from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS, _shared_secret, _source_hash, dependencies
+from langchain_card.engine.transports.child_process import END_SECONDS
 from langchain_card.errors import InvalidInputError
-from langchain_card.models.store import default_cache
+from langchain_card.models.files import MARGIN, Silent, locked
+from langchain_card.models.loader import resolve
+from langchain_card.models.store import ModelStore, default_cache
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from tests.support import tiny
+from tests.support.held import held
 
 Pairs = dict[str, tuple[str, str]]
 Answer = tuple[Any, int]
@@ -252,6 +262,25 @@ def test_the_size_is_bounded_and_what_was_unused_longest_goes(
         Engine(folder_config(target, limits=Limits(max_prefix_bytes=999)))
 
 
+def test_some_of_the_disk_stays_free(
+    target: str, folder: Path, written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(written[0], folder)
+    block = blocks(folder)[0].stat().st_size
+    disk = MARGIN + (EACH + 1) * block + block // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=disk - size(folder)))
+    answer(folder_config(target), PROMPT, "new")
+    assert size(folder) == (EACH + 1) * block
+    assert answer(folder_config(target), PROMPT, "new")[1] == WHOLE
+
+
+def test_the_folder_is_listed_once_for_each_text(target: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, iterdir = [], Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: (listed.append(path), iterdir(path))[1])
+    answer(folder_config(target), PROMPT)
+    assert len(blocks(folder)) == EACH and listed.count(folder) == 2, "at the start, and for the text"
+
+
 def test_a_full_disk_gives_one_warning(target: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, before = folder_config(target), resource.getrlimit(resource.RLIMIT_FSIZE)
     texts = [(PROMPT, ""), (OTHER, "")]
@@ -276,6 +305,139 @@ def test_a_folder_that_is_open_to_others_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert answer(folder_config(target), PROMPT)[1] == 0
     assert "chmod 700" in "".join(caplog.messages) and not blocks(folder)
+
+
+def test_a_lock_that_stays_held_stops_nothing(
+    target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_folder, "LOCK_SECONDS", 0.05)
+    with locked(folder.parent / "locks" / "prefixes.lock", Silent()), caplog.at_level(logging.WARNING):
+        expected = answer(folder_config(target), PROMPT)
+    (message,) = caplog.messages
+    assert f"{WHOLE:,} tokens are not kept in {folder}: another process held its lock" in message
+    assert not blocks(folder)
+    assert answer(folder_config(target), PROMPT) == expected and len(blocks(folder)) == EACH
+
+
+def test_several_processes_that_start_at_once_share_a_secret(tmp_path: Path) -> None:
+    for n in range(20):
+        (folder := tmp_path / str(n)).mkdir()
+        barrier, found = threading.Barrier(4), set()
+
+        def run(
+            file: Path = folder / "secret", barrier: threading.Barrier = barrier, found: set[bytes] = found
+        ) -> None:
+            barrier.wait()
+            found.add(_shared_secret(file))
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 1 and [*folder.iterdir()] == [folder / "secret"]
+
+
+def test_what_is_not_written_soon_after_the_end_is_dropped_with_a_warning(
+    target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prefix_folder.CLOSE_SECONDS < END_SECONDS
+    config, replace_file, engines = folder_config(target), Path.replace, []
+    monkeypatch.setattr(prefix_folder, "CLOSE_SECONDS", 0.0)
+
+    def replace_at_the_end(temporary: Path, file: Path) -> Path:
+        while prefixes._deadline == float("inf"):
+            threading.Event().wait(0.01)
+        return replace_file(temporary, file)
+
+    with caplog.at_level(logging.WARNING), Engine(config) as engine:
+        engines.append(engine)
+        prefixes = engine.backend._target._prefixes  # type: ignore[attr-defined]
+        monkeypatch.setattr(prefixes._writer, "join", lambda timeout: threading.Thread.join(prefixes._writer, 30))
+        monkeypatch.setattr(Path, "replace", replace_at_the_end)
+        engine.submit(PROMPT, SamplingParams(max_tokens=8)).result()
+    assert len(blocks(folder)) == 1, "the block in hand"
+    (message,) = caplog.messages
+    assert f"{WHOLE - BLOCK:,} tokens are not kept in {folder}" in message
+
+
+def test_other_requests_go_on_while_a_text_is_loaded(
+    target: str, folder: Path, written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(written[0], folder)
+    monkeypatch.setattr(target_worker, "LOAD_BLOCKS", 1)
+    passes: list[list[Any]] = []
+    with Engine(folder_config(target, limits=Limits(max_num_seqs=2))) as engine:
+        worker: Any = engine.backend._target  # type: ignore[attr-defined]
+        verify = worker.verify
+        monkeypatch.setattr(worker, "verify", lambda windows: (passes.append(verify(windows)), passes[-1])[1])
+        other = engine.submit(OTHER[:9], SamplingParams(max_tokens=400, min_tokens=400))
+        next(iter(other))
+        loaded = engine.submit(PROMPT, SamplingParams(max_tokens=8, logprobs=2))
+        result = loaded.result()
+        other.abort()
+    assert ((result.token_ids, result.logprobs), result.stats.cached_tokens) == (written[1], WHOLE)
+    loading = [
+        (report.read, report.total, len(reports)) for reports in passes for report in reports if type(report) is Reading
+    ]
+    assert loading == [(n * BLOCK, len(PROMPT), 2) for n in range(1, EACH + 1)], "a verdict beside each block"
+
+
+def test_a_request_may_be_left_while_its_text_is_loaded(
+    target: str, folder: Path, written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(written[0], folder)
+    monkeypatch.setattr(target_worker, "LOAD_BLOCKS", 1)
+    with Engine(folder_config(target, limits=Limits(max_num_seqs=1))) as engine:
+        permits = held(engine, monkeypatch)
+        generation = engine.submit(PROMPT, SamplingParams(max_tokens=8))
+        permits.release()
+        for reading in generation.readings():
+            assert (reading.read, reading.total) == (BLOCK, len(PROMPT))
+            generation.abort()
+            permits.release(99)
+        assert generation.result().finish_reason is FinishReason.ABORT
+        result = engine.submit(PROMPT, SamplingParams(max_tokens=8, logprobs=2)).result()
+    assert ((result.token_ids, result.logprobs), result.stats.cached_tokens) == (written[1], WHOLE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA works here")
+def test_a_failure_of_cuda_loses_the_text_and_nothing_else(
+    target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.WARNING), Engine(folder_config(target)) as engine:
+        prefixes: Any = engine.backend._target._prefixes  # type: ignore[attr-defined]
+        monkeypatch.setattr(prefixes, "_runner", SimpleNamespace(device=torch.device("cuda")))
+        for _ in range(2):
+            assert len(engine.submit(PROMPT, SamplingParams(max_tokens=8)).result().token_ids) == 8
+    assert len(caplog.messages) == 2 and "CUDA" in caplog.messages[0] and not blocks(folder)
+
+
+def test_texts_depend_on_the_code_and_its_compiler(target: str, tmp_path: Path) -> None:
+    config, source = folder_config(target), Path(runtime.__path__[0])
+    shutil.copytree(source, tmp_path / "code", copy_function=shutil.copyfile)
+    assert _source_hash(tmp_path / "code") == _source_hash(source), "times do not matter"
+    kernel = tmp_path / "code" / "cpu" / "block_attention.py"
+    kernel.write_text(kernel.read_text() + "\n")
+    assert _source_hash(tmp_path / "code") != _source_hash(source)
+    described = dependencies(resolve(config, None).target, config)
+    for part in (_source_hash(source), importlib.metadata.version("numba"), importlib.metadata.version("llvmlite")):
+        assert part in described
+
+
+def test_a_process_that_runs_writes_no_more_once_the_folder_was_deleted(
+    target: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        with Engine(folder_config(target)) as engine:
+            engine.submit(PROMPT, SamplingParams(max_tokens=8)).result()
+            ModelStore().remove("prefixes")
+            assert not folder.exists()
+            answer(folder_config(target), OTHER)
+            there = blocks(folder)
+            engine.submit([*PROMPT, 9], SamplingParams(max_tokens=8)).result()
+        assert blocks(folder) == there and len(there) == EACH
+    assert "deleted while this process ran" in "".join(caplog.messages)
 
 
 def test_a_text_that_was_overwritten_is_not_read() -> None:
