@@ -53,9 +53,9 @@ def _print_list(store: ModelStore) -> None:
 
     from langchain_card.models.store import PREFIXES
 
-    rows = [(m.name, m.state, megabytes(m.size) if m.size else "-", " ".join(m.forms) or "-") for m in store.list()]
+    rows = [_row(m.name, m.state, m.size, *m.forms) for m in store.list()]
     if size := store.prefix_bytes():
-        rows.append((PREFIXES, "texts", megabytes(size), "-"))
+        rows.append(_row(PREFIXES, "texts", size))
     console = Console()
     if not console.is_terminal:
         for row in rows:
@@ -65,3 +65,7 @@ def _print_list(store: ModelStore) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _row(name: str, state: str, size: int, *forms: str) -> tuple[str, ...]:
+    return name, state, megabytes(size) if size else "-", " ".join(forms) or "-"

@@ -324,13 +324,11 @@ def test_several_processes_that_start_at_once_share_a_secret(tmp_path: Path) -> 
         (folder := tmp_path / str(n)).mkdir()
         barrier, found = threading.Barrier(4), set()
 
-        def run(
-            file: Path = folder / "secret", barrier: threading.Barrier = barrier, found: set[bytes] = found
-        ) -> None:
+        def run(file: Path, barrier: threading.Barrier, found: set[bytes]) -> None:
             barrier.wait()
             found.add(_shared_secret(file))
 
-        threads = [threading.Thread(target=run) for _ in range(4)]
+        threads = [threading.Thread(target=run, args=(folder / "secret", barrier, found)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -342,7 +340,7 @@ def test_what_is_not_written_soon_after_the_end_is_dropped_with_a_warning(
     target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert prefix_folder.CLOSE_SECONDS < END_SECONDS
-    config, replace_file, engines = folder_config(target), Path.replace, []
+    replace_file = Path.replace
     monkeypatch.setattr(prefix_folder, "CLOSE_SECONDS", 0.0)
 
     def replace_at_the_end(temporary: Path, file: Path) -> Path:
@@ -350,8 +348,7 @@ def test_what_is_not_written_soon_after_the_end_is_dropped_with_a_warning(
             threading.Event().wait(0.01)
         return replace_file(temporary, file)
 
-    with caplog.at_level(logging.WARNING), Engine(config) as engine:
-        engines.append(engine)
+    with caplog.at_level(logging.WARNING), Engine(folder_config(target)) as engine:
         prefixes = engine.backend._target._prefixes  # type: ignore[attr-defined]
         monkeypatch.setattr(prefixes._writer, "join", lambda timeout: threading.Thread.join(prefixes._writer, 30))
         monkeypatch.setattr(Path, "replace", replace_at_the_end)
@@ -371,7 +368,7 @@ def test_other_requests_go_on_while_a_text_is_loaded(
         worker: Any = engine.backend._target  # type: ignore[attr-defined]
         verify = worker.verify
         monkeypatch.setattr(worker, "verify", lambda windows: (passes.append(verify(windows)), passes[-1])[1])
-        other = engine.submit(OTHER[:9], SamplingParams(max_tokens=400, min_tokens=400))
+        other = engine.submit(OTHER[:9], SamplingParams(max_tokens=400))
         next(iter(other))
         loaded = engine.submit(PROMPT, SamplingParams(max_tokens=8, logprobs=2))
         result = loaded.result()
@@ -393,7 +390,7 @@ def test_a_request_may_be_left_while_its_text_is_loaded(
         generation = engine.submit(PROMPT, SamplingParams(max_tokens=8))
         permits.release()
         for reading in generation.readings():
-            assert (reading.read, reading.total) == (BLOCK, len(PROMPT))
+            assert BLOCK <= reading.read < WHOLE and reading.total == len(PROMPT)
             generation.abort()
             permits.release(99)
         assert generation.result().finish_reason is FinishReason.ABORT
