@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,70 +21,17 @@ import torch
 
 from langchain_card import runtime
 from langchain_card.config import EngineConfig, Limits
-from langchain_card.core.messages import Reading
-from langchain_card.core.request import FinishReason, SamplingParams
-from langchain_card.engine import prefix_folder, target_worker
+from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS, _shared_secret, _source_hash, dependencies
-from langchain_card.engine.transports.child_process import END_SECONDS
-from langchain_card.errors import InvalidInputError
-from langchain_card.models.files import MARGIN, Silent, locked
+from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS, _source_hash, dependencies
 from langchain_card.models.loader import resolve
-from langchain_card.models.store import ModelStore, default_cache
+from langchain_card.models.store import default_cache
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from tests.support import tiny
-from tests.support.held import held
+from tests.support.prefixes import EACH, OTHER, PROMPT, WHOLE, answer, answers, blocks, folder_config
 
-Pairs = dict[str, tuple[str, str]]
-Answer = tuple[Any, int]
-WHOLE = LEAST_TOKENS // BLOCK * BLOCK
-EACH = WHOLE // BLOCK
-PROMPT = random.Random(0).choices(range(256), k=WHOLE + BLOCK // 2)
-OTHER = random.Random(1).choices(range(256), k=len(PROMPT))
+pytestmark = pytest.mark.usefixtures("folder")
 CHILD = "import sys; from tests.engine import test_prefix_folder as test; getattr(test, sys.argv[1])(sys.argv[2])"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of prefixes, of this test alone."""
-    monkeypatch.setenv("LANGCHAIN_CARD_HOME", str(tmp_path))
-    return tmp_path / "prefixes"
-
-
-@pytest.fixture
-def target(tiny_pairs: Pairs) -> str:
-    return tiny_pairs["qwen2"][0]
-
-
-def folder_config(target: str, **options: Any) -> EngineConfig:
-    return EngineConfig(**{"model": target, "draft_model": None, "prefix_cache": "folder", **options})
-
-
-def answers(config: EngineConfig, *texts: tuple[Sequence[int], str]) -> list[Answer]:
-    """Answer texts of tenants with one engine, one by one.
-
-    Returns:
-        Tokens with log-probabilities, and how many tokens need not be read.
-    """
-    with Engine(config) as engine:
-        results = [
-            engine.submit(text, SamplingParams(max_tokens=8, logprobs=2, tenant=tenant)).result()
-            for text, tenant in texts
-        ]
-    return [((result.token_ids, result.logprobs), result.stats.cached_tokens) for result in results]
-
-
-def answer(config: EngineConfig, text: Sequence[int], tenant: str = "") -> Answer:
-    return answers(config, (text, tenant))[0]
-
-
-def blocks(folder: Path) -> list[Path]:
-    """The files of the folder, latest use first: of one text, its beginning first."""
-    return sorted(folder.glob("*.safetensors"), key=lambda file: -file.stat().st_mtime_ns)
-
-
-def size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in blocks(folder))
 
 
 @pytest.mark.parametrize(
@@ -153,16 +97,6 @@ DAMAGES: dict[str, Callable[[Path, Path], Any]] = {
     "no safetensors": lambda file, other: file.write_bytes(b"\xff" * 999),
     "another tenant's": lambda file, other: shutil.copyfile(other, file),
 }
-
-
-@pytest.fixture(scope="module")
-def written(tiny_pairs: Pairs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with the blocks of two tenants, and their answer."""
-    home = tmp_path_factory.mktemp("written")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LANGCHAIN_CARD_HOME", str(home))
-        read = answers(folder_config(tiny_pairs["qwen2"][0]), (PROMPT, "other"), (PROMPT, ""))
-    return home / "prefixes", read[1][0]
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -241,63 +175,6 @@ def test_nothing_is_found_for_another_tenant_or_by_another_secret(
     assert (folder / "secret").stat().st_size == 32
 
 
-def test_the_size_is_bounded_and_what_was_unused_longest_goes(
-    target: str, folder: Path, written: tuple[Path, Any]
-) -> None:
-    shutil.copytree(written[0], folder)
-    block = blocks(folder)[0].stat().st_size
-
-    def config(num_blocks: int) -> EngineConfig:
-        return folder_config(target, limits=Limits(max_prefix_bytes=num_blocks * block, max_num_seqs=4))
-
-    answers(config(2 * EACH + 1), (PROMPT, "other"), (PROMPT, "new"))
-    assert size(folder) == (2 * EACH + 1) * block
-    begun = [([*PROMPT[:-BLOCK], *OTHER[:9]], tenant) for tenant in ("new", "other", "")]
-    known = [cached for _, cached in answers(config(2 * EACH + 1), *begun)]
-    assert known == [WHOLE - BLOCK, WHOLE - BLOCK, BLOCK], "the beginning of the oldest is left"
-    answer(config(2), OTHER)
-    assert size(folder) == 2 * block
-    assert answer(config(2), OTHER)[1] == 2 * BLOCK, "a text that is too long keeps its beginning"
-    with pytest.raises(InvalidInputError, match=r"max_prefix_bytes = 999: .* 256 tokens.*Hint: raise it"):
-        Engine(folder_config(target, limits=Limits(max_prefix_bytes=999)))
-
-
-def test_some_of_the_disk_stays_free(
-    target: str, folder: Path, written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(written[0], folder)
-    block = blocks(folder)[0].stat().st_size
-    disk = MARGIN + (EACH + 1) * block + block // 2
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=disk - size(folder)))
-    answer(folder_config(target), PROMPT, "new")
-    assert size(folder) == (EACH + 1) * block
-    assert answer(folder_config(target), PROMPT, "new")[1] == WHOLE
-
-
-def test_the_folder_is_listed_once_for_each_text(target: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed, iterdir = [], Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda path: (listed.append(path), iterdir(path))[1])
-    answer(folder_config(target), PROMPT)
-    assert len(blocks(folder)) == EACH and listed.count(folder) == 2, "at the start, and for the text"
-
-
-def test_a_full_disk_gives_one_warning(target: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config, before = folder_config(target), resource.getrlimit(resource.RLIMIT_FSIZE)
-    texts = [(PROMPT, ""), (OTHER, "")]
-    expected = answers(replace(config, prefix_cache="memory"), *texts)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert answers(config, *texts) == expected
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    (message,) = caplog.messages
-    assert f"no prefixes are kept in {folder}" in message and "File too large" in message
-    assert {file.name for file in folder.iterdir()} == {"secret"}
-    answer(config, PROMPT)
-    assert len(blocks(folder)) == EACH, "there is room again"
-
-
 def test_a_folder_that_is_open_to_others_is_not_used(
     target: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,96 +182,6 @@ def test_a_folder_that_is_open_to_others_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert answer(folder_config(target), PROMPT)[1] == 0
     assert "chmod 700" in "".join(caplog.messages) and not blocks(folder)
-
-
-def test_a_lock_that_stays_held_stops_nothing(
-    target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefix_folder, "LOCK_SECONDS", 0.05)
-    with locked(folder.parent / "locks" / "prefixes.lock", Silent()), caplog.at_level(logging.WARNING):
-        expected = answer(folder_config(target), PROMPT)
-    (message,) = caplog.messages
-    assert f"{WHOLE:,} tokens are not kept in {folder}: another process held its lock" in message
-    assert not blocks(folder)
-    assert answer(folder_config(target), PROMPT) == expected and len(blocks(folder)) == EACH
-
-
-def test_several_processes_that_start_at_once_share_a_secret(tmp_path: Path) -> None:
-    for n in range(20):
-        (folder := tmp_path / str(n)).mkdir()
-        barrier, found = threading.Barrier(4), set()
-
-        def run(file: Path, barrier: threading.Barrier, found: set[bytes]) -> None:
-            barrier.wait()
-            found.add(_shared_secret(file))
-
-        threads = [threading.Thread(target=run, args=(folder / "secret", barrier, found)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 1 and [*folder.iterdir()] == [folder / "secret"]
-
-
-def test_what_is_not_written_soon_after_the_end_is_dropped_with_a_warning(
-    target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert prefix_folder.CLOSE_SECONDS < END_SECONDS
-    replace_file = Path.replace
-    monkeypatch.setattr(prefix_folder, "CLOSE_SECONDS", 0.0)
-
-    def replace_at_the_end(temporary: Path, file: Path) -> Path:
-        while prefixes._deadline == float("inf"):
-            threading.Event().wait(0.01)
-        return replace_file(temporary, file)
-
-    with caplog.at_level(logging.WARNING), Engine(folder_config(target)) as engine:
-        prefixes = engine.backend._target._prefixes  # type: ignore[attr-defined]
-        monkeypatch.setattr(prefixes._writer, "join", lambda timeout: threading.Thread.join(prefixes._writer, 30))
-        monkeypatch.setattr(Path, "replace", replace_at_the_end)
-        engine.submit(PROMPT, SamplingParams(max_tokens=8)).result()
-    assert len(blocks(folder)) == 1, "the block in hand"
-    (message,) = caplog.messages
-    assert f"{WHOLE - BLOCK:,} tokens are not kept in {folder}" in message
-
-
-def test_other_requests_go_on_while_a_text_is_loaded(
-    target: str, folder: Path, written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(written[0], folder)
-    monkeypatch.setattr(target_worker, "LOAD_BLOCKS", 1)
-    passes: list[list[Any]] = []
-    with Engine(folder_config(target, limits=Limits(max_num_seqs=2))) as engine:
-        worker: Any = engine.backend._target  # type: ignore[attr-defined]
-        verify = worker.verify
-        monkeypatch.setattr(worker, "verify", lambda windows: (passes.append(verify(windows)), passes[-1])[1])
-        other = engine.submit(OTHER[:9], SamplingParams(max_tokens=400))
-        next(pieces := iter(other))  # it ends if the iterator is dropped
-        result = engine.submit(PROMPT, SamplingParams(max_tokens=8)).result()
-        pieces.close()
-    assert (result.token_ids, result.stats.cached_tokens) == (written[1][0], WHOLE)
-    loading = [
-        (report.read, report.total, len(reports)) for reports in passes for report in reports if type(report) is Reading
-    ]
-    assert loading == [(n * BLOCK, len(PROMPT), 2) for n in range(1, EACH + 1)], "a verdict beside each block"
-
-
-def test_a_request_may_be_left_while_its_text_is_loaded(
-    target: str, folder: Path, written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(written[0], folder)
-    monkeypatch.setattr(target_worker, "LOAD_BLOCKS", 1)
-    with Engine(folder_config(target, limits=Limits(max_num_seqs=1))) as engine:
-        permits = held(engine, monkeypatch)
-        generation = engine.submit(PROMPT, SamplingParams(max_tokens=8))
-        permits.release()
-        for reading in generation.readings():
-            assert BLOCK <= reading.read < WHOLE and reading.total == len(PROMPT)
-            generation.abort()
-            permits.release(99)
-        assert generation.result().finish_reason is FinishReason.ABORT
-        result = engine.submit(PROMPT, SamplingParams(max_tokens=8, logprobs=2)).result()
-    assert ((result.token_ids, result.logprobs), result.stats.cached_tokens) == (written[1], WHOLE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA works here")
@@ -419,21 +206,6 @@ def test_texts_depend_on_the_code_and_its_compiler(target: str, tmp_path: Path) 
     described = dependencies(resolve(config, None).target, config)
     for part in (_source_hash(source), importlib.metadata.version("numba"), importlib.metadata.version("llvmlite")):
         assert part in described
-
-
-def test_a_process_that_runs_writes_no_more_once_the_folder_was_deleted(
-    target: str, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        with Engine(folder_config(target)) as engine:
-            engine.submit(PROMPT, SamplingParams(max_tokens=8)).result()
-            ModelStore().remove("prefixes")
-            assert not folder.exists()
-            answer(folder_config(target), OTHER)
-            there = blocks(folder)
-            engine.submit([*PROMPT, 9], SamplingParams(max_tokens=8)).result()
-        assert blocks(folder) == there and len(there) == EACH
-    assert "deleted while this process ran" in "".join(caplog.messages)
 
 
 def test_a_text_that_was_overwritten_is_not_read() -> None:
