@@ -43,12 +43,13 @@ class DraftGrant(NamedTuple):
 class Policy(Protocol):
     """Decides what the coordinator cannot know without measurements, and learns from every pass and draft step."""
 
-    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+    def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose the schedule that "auto" stands for. Called once before each round; calls may be counted.
 
         Args:
             num_seqs: requests that run.
             current: the schedule in force; None when all of the requests are about to begin.
+            positions: length of the longest text.
         """
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
