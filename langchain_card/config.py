@@ -238,6 +238,8 @@ class EngineConfig:
         check_choice("draft_transport", self.draft_transport, DRAFT_TRANSPORTS)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.kv_dtype == "int8" and self.exact == "strict":
+            raise InvalidInputError("kv_dtype", "int8", 'must be "float" or "auto" with exact="strict"')
         check_choice("prefix_cache", self.prefix_cache, PREFIX_CACHES)
         check_choice("exact", self.exact, EXACTNESS)
         check_choice("execution", self.execution, EXECUTIONS)

@@ -109,7 +109,7 @@ class Policy(Protocol):
         """Learn from text that a draft has read."""
 
     def observe_answer(self, tokens: int) -> None:
-        """Learn from the length of an answer that has ended."""
+        """Learn from the length of an answer that was written to its end."""
 
     def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
         """Return the log chance to use in place of the one that a drafter states, and the one to use while unlisted.
