@@ -20,7 +20,7 @@ import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, compiled
-from langchain_card.runtime.cpu.matmul_kernel import MAX_ROWS, LANES, TILE, byte_tile, nibble_tile
+from langchain_card.runtime.cpu.matmul_kernel import LANES, MAX_ROWS, TILE, byte_tile, nibble_tile
 
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 
