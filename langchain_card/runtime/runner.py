@@ -31,7 +31,7 @@ class ModelRunner:
             compiled layers). None for "graphs" on CUDA, and for steps without a grid on a CPU.
         width: rows of each sequence in every step, padded; None for no padding. A width makes steps of all schedules
             the same arithmetic, in any dtype (`exact="strict"`).
-        integer_kv: whether keys and values are 8-bit integers; for float32 activations, without grids.
+        integer_kv: whether keys and values are integers (`IntegerKV`); for float32 activations, without grids.
 
     Attributes:
         pool: the sequences' KV.

@@ -1,4 +1,4 @@
-"""Attention over 8-bit keys and values in plain torch: the reference for `runtime.cpu.block_attention`."""
+"""Attention over integer keys and values in plain torch: the reference for `runtime.cpu.block_attention`."""
 
 from __future__ import annotations
 

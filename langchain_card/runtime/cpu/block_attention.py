@@ -231,16 +231,9 @@ def _attend_tile(
             values = own.values.ctypes.data
             for t in range(width // TILE):
                 wide_tile(
-                    count,
-                    levels,
-                    starts,
-                    values + t * TILE * BLOCK_SLOTS,
-                    ones,
-                    1,
-                    BLOCK_SLOTS // 4,
-                    product + t * TILE * 4,
-                    width,
-                )
+                    count, levels, starts, values + t * TILE * BLOCK_SLOTS, ones, 1, BLOCK_SLOTS // 4,
+                    product + t * TILE * 4, width,
+                )  # fmt: skip
             _add(mixed[n - begin], scratch.change, scratch.product, scratch.weight)
     for n in range(begin, end):
         for g in range(count):
