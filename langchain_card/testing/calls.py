@@ -119,8 +119,8 @@ class DrafterContract:
                     left.append(proposal.unread)
                     proposal = run.step(read=SLICE)
                     assert proposal.unread in (0, left[-1] - proposal.read) and proposal.unread < left[-1], (
-                        f"unread = {proposal.unread} after {left[-1]}, with read = {proposal.read}: each step must read "
-                        "and unread must fall by what it reads, or to 0 if the drafter reads the rest as it drafts"
+                        f"unread = {proposal.unread} after {left[-1]}, with read = {proposal.read}: each step must "
+                        "read, and unread must fall by what it reads, or to 0 if the rest is read while drafting"
                     )
                 wanted = RequestRun(fresh, text, VOCAB).all_candidates()
                 self._compare(run.all_candidates(), wanted, f"after slices with {left} tokens unread")

@@ -313,8 +313,8 @@ BROKEN: dict[Any, dict[str, str]] = {
     Clinging: {UNKNOWN: "applied_len"},
     Gulping: {SLICES: "it must be at most 0, the `read` of the budget"},
     Hasty: {SLICES: "nothing may be proposed before all of the text is read"},
-    Stuck: {SLICES: "each step must read and unread must fall by what it reads"},
-    Miscounting: {SLICES: "each step must read and unread must fall by what it reads"},
+    Stuck: {SLICES: "each step must read, and unread must fall by what it reads"},
+    Miscounting: {SLICES: "each step must read, and unread must fall by what it reads"},
     Skipping: {SLICES: "after slices with .* tokens unread, it proposes nothing after the answer"},
 }
 
