@@ -52,8 +52,8 @@ class ModelSpec:
         others: further devices that hold layers.
         compiled: whether its layers are compiled.
         draft: whether it is loaded in the form of a draft (`draft_form`).
-        integer_kv: whether keys and values are 8-bit integers; else they have the type of the activations. The weights
-            are the same.
+        integer_kv: whether keys and values are integers, of 16 and 8 bits; else they have the type of the activations.
+            The weights are the same.
     """
 
     name: str
