@@ -176,8 +176,9 @@ class EngineConfig:
             which alone loads its weights; `"auto"` is a process if each model has a CUDA device of its own. With
             `"process"`, plug-in drafters whose steps cost device time run in processes, too.
         dtype: number format of weights and activations; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
-        kv_dtype: number format of keys and values: `"int8"` (CPU), which makes long texts several times faster;
-            `"float"` for that of the activations, at least float32 on a CPU; `"auto"` for int8 with int8 weights.
+        kv_dtype: number format of keys and values: `"int8"` (CPU) for integers, of 16 bits in keys and of 8 in values,
+            with which attention to long texts is several times faster; `"float"` for the format of the activations, at
+            least float32 on a CPU; `"auto"` for integers with int8 weights.
         quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 with built-in models on a CPU,
             None for none; or a transformers quantization config as a JSON object, such as
             `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are already quantized
@@ -238,6 +239,8 @@ class EngineConfig:
         check_choice("draft_transport", self.draft_transport, DRAFT_TRANSPORTS)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.kv_dtype == "int8" and self.exact == "strict":
+            raise InvalidInputError("kv_dtype", "int8", 'must be "float" or "auto" with exact="strict"')
         check_choice("prefix_cache", self.prefix_cache, PREFIX_CACHES)
         check_choice("exact", self.exact, EXACTNESS)
         check_choice("execution", self.execution, EXECUTIONS)

@@ -167,7 +167,7 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
             if number:
                 stats[schedule].append(answer.stats)
     measured = {schedule: _speed(of_schedule) for schedule, of_schedule in stats.items()}
-    expected = {schedule: policy.seconds_a_token(schedule) for schedule in tried[1:]}
+    expected = {schedule: policy.seconds_a_token(Load(schedule)) for schedule in tried[1:]}
     expected["plain"] = policy.costs_of(Load("plain")).target.at(1)
     chosen = policy.auto(1, None)
     hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone leave it at its initial value

@@ -1,4 +1,7 @@
-"""`prepared`: prompts become token ids on threads, beside the event loop, and short ones never wait for long ones."""
+"""`prepared`: prompts become token ids on threads, and short ones never wait for long ones.
+
+Only the count of their characters, which decides about that, is made on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ async def prepared(call: Callable[[], T], num_chars: int, *, is_loaded: bool = T
 
     Args:
         call: tokenizes, among other things.
-        num_chars: characters of the text; long texts are tokenized one at a time.
+        num_chars: characters of the text, counted by the caller; long texts are tokenized one at a time.
         is_loaded: False if the call will load a model; calls do not wait for other models to load.
     """
     lane: Lane = "load" if not is_loaded else "long" if num_chars > PIECE_CHARS else "short"

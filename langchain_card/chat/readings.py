@@ -7,7 +7,7 @@ where its events go before its prompt is submitted.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
@@ -37,35 +37,37 @@ class ReportsReadings(BaseChatModel):
     @override
     def stream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> Iterator[AIMessageChunk]:
         config = _with_run_id(config)
-        _note(CallbackManager.configure(*self._callbacks_of(config)), config["run_id"])
-        yield from super().stream(input, config, **options)
+        with _noted(CallbackManager.configure(*self._callbacks_of(config)), config["run_id"]):
+            yield from super().stream(input, config, **options)
 
     @override
     async def astream(
         self, input: Any, config: RunnableConfig | None = None, **options: Any
     ) -> AsyncIterator[AIMessageChunk]:
         config = _with_run_id(config)
-        _note(AsyncCallbackManager.configure(*self._callbacks_of(config)), config["run_id"])
         chunks = cast("AsyncGenerator[AIMessageChunk, None]", super().astream(input, config, **options))
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
+        with _noted(AsyncCallbackManager.configure(*self._callbacks_of(config)), config["run_id"]):
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
 
     @override
     def _generate_with_cache(
         self, messages: Any, stop: Any = None, run_manager: Any = None, **options: Any
     ) -> ChatResult:
-        if run_manager is not None:
-            _note(CallbackManager(run_manager.handlers), run_manager.run_id)
-        return super()._generate_with_cache(messages, stop, run_manager, **options)
+        if run_manager is None:
+            return super()._generate_with_cache(messages, stop, **options)
+        with _noted(CallbackManager(run_manager.handlers), run_manager.run_id):
+            return super()._generate_with_cache(messages, stop, run_manager, **options)
 
     @override
     async def _agenerate_with_cache(
         self, messages: Any, stop: Any = None, run_manager: Any = None, **options: Any
     ) -> ChatResult:
-        if run_manager is not None:
-            _note(AsyncCallbackManager(run_manager.handlers), run_manager.run_id)
-        return await super()._agenerate_with_cache(messages, stop, run_manager, **options)
+        if run_manager is None:
+            return await super()._agenerate_with_cache(messages, stop, **options)
+        with _noted(AsyncCallbackManager(run_manager.handlers), run_manager.run_id):
+            return await super()._agenerate_with_cache(messages, stop, run_manager, **options)
 
     def _callbacks_of(self, config: RunnableConfig) -> tuple[Any, ...]:
         """Return the arguments from which LangChain makes the callback manager of a stream."""
@@ -94,8 +96,16 @@ def _with_run_id(config: RunnableConfig | None) -> RunnableConfig:
     return {**config, "run_id": config.get("run_id") or uuid7()}
 
 
-def _note(manager: CallbackManager | AsyncCallbackManager, run_id: Any) -> None:
-    _send.set(partial(manager.on_custom_event, EVENT, run_id=run_id))
+@contextmanager
+def _noted(manager: CallbackManager | AsyncCallbackManager, run_id: Any) -> Iterator[None]:
+    """Note where the events of a call go, until it is taken or the call ends."""
+    send = partial(manager.on_custom_event, EVENT, run_id=run_id)
+    _send.set(send)
+    try:
+        yield
+    finally:
+        if _send.get() is send:
+            _send.set(None)
 
 
 def _taken() -> Callable[[dict[str, int]], Any] | None:

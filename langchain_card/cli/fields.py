@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from langchain_card.config import DRAFT_TRANSPORTS, DTYPES, PREFIX_CACHES, default_draft_model, default_model
+from langchain_card.config import (
+    DRAFT_TRANSPORTS,
+    DTYPES,
+    KV_DTYPES,
+    PREFIX_CACHES,
+    EngineConfig,
+    default_draft_model,
+    default_model,
+)
 from langchain_card.errors import InvalidInputError
 
 SETS = "own (default), copying or humaneval, or a file of JSON lines"
@@ -20,15 +28,31 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-model", default=draft, help='draft model, "ngram" or "none" (%(default)s)')
     parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--draft-device", default="auto", help="of the draft")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and activations")
+    stored = "of keys and values: auto (integers with int8 weights), int8 (CPU), float"
+    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help=stored)
     parser.add_argument(
         "--quantization", default="auto", help="of weights: auto, int8, none, or the JSON of a transformers config"
+    )
+    parser.add_argument(
+        "--draft-context",
+        type=_tokens_or_all,
+        default=EngineConfig().draft_context,
+        metavar="TOKENS",
+        help="tokens at the end of a text that draft models read, or all (%(default)s)",
     )
     kept = "where beginnings of texts are kept: in memory (default), or also in a folder for later processes"
     parser.add_argument("--prefix-cache", default="memory", choices=PREFIX_CACHES, help=kept)
     lossy = 'rule by which guesses become the answer: exact (%(default)s), or one that is lossy, such as "loose"'
     parser.add_argument("--acceptance", default="exact", metavar="RULE", help=lossy)
     parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
+
+
+def _tokens_or_all(text: str) -> int | None:
+    """Parse `--draft-context`: None for all."""
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of tokens, or all")
+    return None if text == "all" else int(text)
 
 
 def add_drafter_fields(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +82,8 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "acceptance": args.acceptance,
         "draft_transport": args.draft_transport,
         "dtype": args.dtype,
+        "kv_dtype": args.kv_dtype,
+        "draft_context": args.draft_context,
         "prefix_cache": args.prefix_cache,
         "quantization": None if args.quantization == "none" else args.quantization,
     }

@@ -81,7 +81,7 @@ class Controller:
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
-    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+    def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster.
 
         A request that begins alone may be a trial: both schedules are measured first, and the slower one again after
@@ -91,30 +91,31 @@ class Controller:
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
         if num_seqs == 1 and current is None:
-            return self._try()
+            return self._try(positions)
         if num_seqs == before == 1 and current is not None:
             return current  # a trial lasts for a whole answer
-        expected = {schedule: self.seconds_a_token(schedule, num_seqs) for schedule in self.trials}
+        expected = {schedule: self.seconds_a_token(Load(schedule, num_seqs, positions)) for schedule in self.trials}
         if not all(expected.values()):
             return "sequential" if num_seqs > 1 or current is None else current
         if current in expected:
             expected[current] *= STAY
         return min(self.trials, key=expected.__getitem__)
 
-    def _try(self) -> Schedule:
-        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, self.seconds_a_token(schedule)))
+    def _try(self, positions: int) -> Schedule:
+        expected = {schedule: self.seconds_a_token(Load(schedule, 1, positions)) for schedule in self.trials}
+        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, expected[schedule]))
         for schedule, trial in self.trials.items():
             trial.seen() if schedule == chosen else trial.missed()
         return chosen
 
-    def seconds_a_token(self, schedule: Schedule, num_seqs: int = 1) -> float:
-        """Return the expected time per token of so many answers, from step times alone; 0 before they were measured.
+    def seconds_a_token(self, load: Load) -> float:
+        """Return the expected time per token of all answers, from step times alone; 0 before they were measured.
 
         Texts differ more than schedules do, so comparing the speeds of two answers would tell little. The model: a pass
         verifies a chain of `lead` candidates, each right as often as drafts usually are. Drafting it takes time of its
         own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it.
         """
-        load, right = Load(schedule, num_seqs), min(self.usual_hits.value, 0.99)
+        (schedule, num_seqs, _), right = load, min(self.usual_hits.value, 0.99)
         costs = self.costs.get(_key(load)) or self._new_costs(load)
         if not costs.known:
             return 0.0
@@ -161,7 +162,7 @@ class Controller:
             return FIRST_READ
         saved = SAVED_PRIOR * plain / load.num_seqs
         if costs.known and not costs.draft_probe.due:
-            saved = plain / load.num_seqs - self.seconds_a_token(load.schedule, load.num_seqs)
+            saved = plain / load.num_seqs - self.seconds_a_token(load)
         expected = min(left, max(self.answers.value - written, written))
         pays = expected * saved * load.num_seqs > unread * price
         return max(LEAST_READ, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0

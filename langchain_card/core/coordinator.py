@@ -223,7 +223,7 @@ class Coordinator:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, error: str = "") -> list[m.Effect]:
         state.stats.ended = now
-        if state.output_ids:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.policy.observe_answer(len(state.output_ids))
         effects = self.lifecycle.release(state, now) if self.scheduler.end(state) else []
         return [*effects, m.Finish(state.request.request_id, reason, state.stats, error)]

@@ -47,7 +47,8 @@ class Lifecycle:
         effects: list[m.Effect] = []
         if open_:
             going_on = [state for state in open_ if state not in begun]
-            schedule = self.policy.auto(len(running), going_on[0].schedule if going_on else None)
+            current = going_on[0].schedule if going_on else None
+            schedule = self.policy.auto(len(running), current, self.scheduler.longest)
             for state in open_:
                 if state in begun:
                     state.schedule = schedule

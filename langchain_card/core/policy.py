@@ -43,12 +43,13 @@ class DraftGrant(NamedTuple):
 class Policy(Protocol):
     """Decides what the coordinator cannot know without measurements, and learns from every pass and draft step."""
 
-    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+    def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose the schedule that "auto" stands for. Called once before each round; calls may be counted.
 
         Args:
             num_seqs: requests that run.
             current: the schedule in force; None when all of the requests are about to begin.
+            positions: length of the longest text.
         """
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
@@ -108,7 +109,7 @@ class Policy(Protocol):
         """Learn from text that a draft has read."""
 
     def observe_answer(self, tokens: int) -> None:
-        """Learn from the length of an answer that has ended."""
+        """Learn from the length of an answer that was written to its end."""
 
     def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
         """Return the log chance to use in place of the one that a drafter states, and the one to use while unlisted.

@@ -49,8 +49,9 @@ class Intake:
             # Else it answers a grant that a correction has taken back.
             drafter.granted = max(0, drafter.granted - admitted)
             parallel = state.schedule == "parallel"
-            reads_on = proposal.unread > 0 and parallel == (proposal.read > 0)  # else one step of reading a round
-            drafter.exhausted = not admitted or not (proposal.token_ids or reads_on)
+            has_read = proposal.read > 0
+            may_go_on = has_read if parallel else not has_read  # under `sequential`, a round has one step of reading
+            drafter.exhausted = not admitted or not (proposal.token_ids or (proposal.unread and may_go_on))
             if parallel:
                 state.wait_until = None  # the draft moves: whether to wait on is a new question
         if proposal.reading:

@@ -69,7 +69,8 @@ class Query:
         grant, effects = self.policy.grant(load, hit=True), list[m.Effect]()
         for name in paced:
             read = self._reading(state, name, load)
-            if read if state.drafters[name].unread else self._pays(state, name, load):
+            may_go_on = read > 0 if state.drafters[name].unread else self._pays(state, name, load)
+            if may_go_on:
                 effects.append(grow(state, name, grant._replace(read=read)))
         state.wait(now, now + self.policy.patience(load) if effects else None)
         return effects

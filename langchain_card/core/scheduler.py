@@ -74,7 +74,12 @@ class Scheduler:
 
     def load(self, state: RequestState) -> Load:
         """Return the load under which decisions for this request are made."""
-        return Load(state.schedule, len(self.running), max(other.length for other in self.running.values()))
+        return Load(state.schedule, len(self.running), self.longest)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest running text, its answer included."""
+        return max((state.length for state in self.running.values()), default=0)
 
     def unpause(self) -> None:
         """Let every request go on, even if its consumer does not read."""

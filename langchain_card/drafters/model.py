@@ -37,6 +37,9 @@ from langchain_card.runtime.sampling import Sampler
 CATCH_UP_ROWS = 16
 """Committed tokens up to this many are read together with the next step; more are read like a prompt."""
 
+FIRST_TOKENS = 4
+"""Tokens that stay at the head of a text of which only the end is read."""
+
 RANK_PRIOR = (0.85, 0.06, 0.03, 0.02)
 """Chance that the target picks the child of each rank, before anything was learned (docs/LOG.md, 2026-11-21)."""
 
@@ -139,7 +142,7 @@ class ModelDrafter:
         sampler = Sampler(request.params, request.prompt_ids, guide)
         sampler.commit(output_ids)
         ranks = self._ranks_at(request.params.temperature)
-        text = self._end([*request.prompt_ids, *output_ids])
+        text = self._shorten([*request.prompt_ids, *output_ids])
         opened = _Sequence(request.request_id, request.params.tenant, tree, text, None, sampler, ranks)
         self._sequences[request.request_id] = opened
         if self._lower is not None:
@@ -227,12 +230,17 @@ class ModelDrafter:
         sizes = [len(part.step.token_paths) for part in parts]
         return torch.cat([rows[-size:] for rows, size in zip(logits, sizes, strict=True)])
 
-    def _end(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the end of a text that the model reads; texts that begin alike are cut at the same place."""
+    def _shorten(self, token_ids: Sequence[int]) -> list[int]:
+        """Return what the model reads of a text: its first tokens and its end.
+
+        Texts that begin alike are cut at the same place. Many models predict badly without a text's first tokens
+        (arXiv 2309.17453).
+        """
         if self._context is None:
             return self._read(token_ids)
-        step = max(1, self._context // 2)
-        return self._read(token_ids[max(0, len(token_ids) - self._context) // step * step :])
+        step = max(FIRST_TOKENS, self._context // 2)
+        cut = max(0, len(token_ids) - self._context) // step * step
+        return self._read([*token_ids[: min(cut, FIRST_TOKENS)], *token_ids[cut:]])
 
     def _read(self, token_ids: Sequence[int]) -> list[int]:
         """Translate tokens of the target into those that the draft reads."""

@@ -32,8 +32,8 @@ MAX_SEQS = 16
 _PACKED = 1.06
 """Memory of a packed int8 matrix over its size on disk: 1.01 to 1.18 was measured, depending on the shape."""
 
-_INTEGER_TILE = 32
-"""Heads of integer KV are padded to whole tiles of the kernel."""
+_INTEGER_TILE, _INTEGER_BLOCK = 32, 64
+"""Integer KV is padded to whole tiles of a head's features, and to whole blocks of positions."""
 
 _SCORE_BYTES = 8  # the sampler works in float64
 _SCORE_COPIES = 4
@@ -126,12 +126,17 @@ class ModelNeeds:
 
     def kv(self, positions: int) -> int:
         """Return the bytes of KV of one sequence with this many positions, prompt and answer together."""
-        slots = min(positions, int(self._config.max_position_embeddings)) + self.scratch
+        positions = min(positions, int(self._config.max_position_embeddings))
         shape = kv_shape(self._config)
         if self.spec.integer_kv:  # `runtime.cpu.integer_kv`: 2 bytes in keys and 1 in values, and 3 scales for both
-            width = -(-shape.head_dim // _INTEGER_TILE) * _INTEGER_TILE
+            slots = _round_up(positions, _INTEGER_BLOCK) + _round_up(self.scratch, _INTEGER_BLOCK)
+            width = _round_up(shape.head_dim, _INTEGER_TILE)
             return shape.numbers // shape.head_dim * slots * (3 * width + 3 * 4) // 2
-        return shape.numbers * slots * max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
+        return (
+            shape.numbers
+            * (positions + self.scratch)
+            * max(self.spec.itemsize, 4 if self.spec.device.type == "cpu" else 0)
+        )
 
     def working(self, positions: int) -> int:
         """Return the bytes that a step takes beside weights and KV: a prompt chunk, scores of unverified rows."""
@@ -140,6 +145,10 @@ class ModelNeeds:
         row: int = 4 * config.hidden_size + 3 * wide + config.num_attention_heads * positions
         vocab_size: int = config.vocab_size
         return TEXT_CHUNK * row * self.spec.itemsize + self.scratch * vocab_size * scores
+
+
+def _round_up(count: int, size: int) -> int:
+    return -(-count // size) * size
 
 
 @dataclass(frozen=True, slots=True)

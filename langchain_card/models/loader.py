@@ -52,8 +52,8 @@ class ModelSpec:
         others: further devices that hold layers.
         compiled: whether its layers are compiled.
         draft: whether it is loaded in the form of a draft (`draft_form`).
-        integer_kv: whether keys and values are 8-bit integers; else they have the type of the activations. The weights
-            are the same.
+        integer_kv: whether keys and values are integers, of 16 and 8 bits; else they have the type of the activations.
+            The weights are the same.
     """
 
     name: str
@@ -167,8 +167,8 @@ def _spec(
     passed = quantization if quantization != form else None
     folder = ModelStore().prepare(name, form, progress)
     compiled = config.execution == "compiled" and device.type == "cuda"
-    in_int8 = config.kv_dtype == "int8" or (config.kv_dtype == "auto" and form == "int8")
-    if in_int8 and not _int8_runs(config, device):
+    in_int8 = {"auto": form == "int8", "int8": _int8_runs(config, device), "float": False}[config.kv_dtype]
+    if field == "model" and config.kv_dtype == "int8" and not in_int8:  # drafts fall back to floats
         why = f"int8 runs on a CPU with AVX2 in float32, not on {device} in {config.dtype}"
         raise InvalidInputError("kv_dtype", "int8", why, 'use kv_dtype="auto"')
     spec = ModelSpec(

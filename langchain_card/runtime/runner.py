@@ -31,7 +31,7 @@ class ModelRunner:
             compiled layers). None for "graphs" on CUDA, and for steps without a grid on a CPU.
         width: rows of each sequence in every step, padded; None for no padding. A width makes steps of all schedules
             the same arithmetic, in any dtype (`exact="strict"`).
-        integer_kv: whether keys and values are 8-bit integers; for float32 activations, without grids.
+        integer_kv: whether keys and values are integers (`IntegerKV`); for float32 activations, without grids.
 
     Attributes:
         pool: the sequences' KV.
@@ -59,9 +59,9 @@ class ModelRunner:
         shape, in_grids = kv_shape(config), width is not None or execution is not None or self.device.type == "cuda"
         store, align = _floats(shape, devices, self.dtype, exact=not in_grids), 1
         if integer_kv and not in_grids:
-            from langchain_card.runtime.cpu.integer_kv import BLOCK, IntegerKV  # imports numba
+            from langchain_card.runtime.cpu.integer_kv import BLOCK_SLOTS, IntegerKV  # imports numba
 
-            store, align = functools.partial(IntegerKV, **asdict(shape)), BLOCK
+            store, align = functools.partial(IntegerKV, **asdict(shape)), BLOCK_SLOTS
         self.pool = KVPool(
             store, max_len=max_len, num_scratch=num_scratch, num_seqs=num_seqs, compact=in_grids, align=align
         )

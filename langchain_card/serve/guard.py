@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 class Guard:
     """Middleware that passes a request on with its whole body read, or refuses it.
 
-    `request.state.tenant` identifies the key to the application: a hash of the key, the same in every process.
+    `request.state.tenant` identifies the key to the application: a hash of the key, the same in every process. The hash
+    hides a long random key, but not a short one: observers of the engine see it, and can test guesses against it.
 
     There are no CORS headers: web pages of other origins cannot read a response, and their POST requests are refused.
 
@@ -101,7 +102,8 @@ class Guard:
         if self._service.draining:
             raise Refused(CLOSED)
         if self._num_requests >= settings.max_requests:
-            message = f"max_requests = {settings.max_requests:,}: as many are answered already. Hint: try again later."
+            limit = f"max_requests = {settings.max_requests:,}: as many are answered already"
+            message = _limited(limit, "try again later", "max_requests")
             raise Refused(Problem(429, message, "rate_limit_error", "rate_limit_exceeded"))
 
     def _is_valid(self, authorization: str) -> bool:
@@ -122,7 +124,7 @@ class Guard:
         try:
             return await asyncio.wait_for(_read(receive, max_bytes), seconds)
         except asyncio.TimeoutError:
-            message = f"The body had not come after {seconds:g} seconds."
+            message = _limited(f"body: must arrive within {seconds:g} seconds", "send it faster", "max_body_seconds")
             raise Refused(Problem(408, message, "timeout_error", "timeout")) from None
 
 
@@ -140,7 +142,12 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> Refused:
-    return Refused(Problem(413, f"body: must have {max_bytes:,} bytes at most.", code="request_too_large"))
+    message = _limited(f"body: must have {max_bytes:,} bytes at most", "shorten it", "max_body_bytes")
+    return Refused(Problem(413, message, code="request_too_large"))
+
+
+def _limited(limit: str, hint: str, setting: str) -> str:
+    return f"{limit}. Hint: {hint}, or raise `Settings({setting}=...)` on the server."
 
 
 def _replayed(bodies: list[bytes], receive: Receive) -> Receive:

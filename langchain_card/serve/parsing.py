@@ -35,14 +35,8 @@ class StrictRequest(Request):
     """A request that accepts standard JSON only: no NaN, no lone surrogates, no unbounded nesting."""
 
     @override
-    async def body(self) -> bytes:
-        """Return the first byte: FastAPI looks whether there is a body, and keeps that until the answer ends."""
-        return (await super().body())[:1]
-
-    @override
     async def json(self) -> Any:
-        body = await super().body()
-        del self._body
+        body = await self.body()
         try:
             if len(body) < _LARGE:
                 return from_json(body, allow_inf_nan=False)

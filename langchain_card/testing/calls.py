@@ -27,6 +27,9 @@ from langchain_card.testing.tiny import VOCAB
 UNKNOWN = 9_999
 """A request id that no drafter gets."""
 
+SLICE = 7
+"""Tokens of a text that a step may read, in a test."""
+
 ROUND = 24
 """Requests between two measurements of memory."""
 
@@ -104,6 +107,25 @@ class DrafterContract:
         first, second = ([_timeless(p) for p in run_requests(self.fresh(), self.texts(), VOCAB)] for _ in range(2))
         for n, (one, other) in enumerate(zip(first, second, strict=True)):
             assert one == other, f"proposal {n} differs between two runs of the same calls: {one} and {other}"
+
+    def test_it_reads_no_more_than_it_may(self) -> None:
+        """A text that is read in slices (`Budget.read`) gives the candidates of one that is read at once."""
+        for text, _ in self._each_text():
+            drafter, fresh = self.fresh(), self.fresh()
+            if drafter.paced:  # others read no text in their steps
+                run = RequestRun(drafter, text, VOCAB)
+                proposal, left = run.step(read=0), list[int]()
+                while proposal.unread:
+                    left.append(proposal.unread)
+                    proposal = run.step(read=SLICE)
+                    assert proposal.unread in (0, left[-1] - proposal.read) and proposal.unread < left[-1], (
+                        f"unread = {proposal.unread} after {left[-1]}, with read = {proposal.read}: each step must "
+                        "read, and unread must fall by what it reads, or to 0 if the rest is read while drafting"
+                    )
+                wanted = RequestRun(fresh, text, VOCAB).all_candidates()
+                self._compare(run.all_candidates(), wanted, f"after slices with {left} tokens unread")
+            drafter.close()
+            fresh.close()
 
     # Corrections.
 

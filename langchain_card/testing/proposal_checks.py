@@ -118,6 +118,9 @@ class ProposalLog:
             seconds = getattr(p, name)
             assert type(seconds) in (int, float), f"{name} is a {type(seconds).__name__}: it must be a float"
             assert 0 <= seconds <= MAX_SECONDS, f"{name} = {seconds} seconds: it must be from 0 to {MAX_SECONDS:g}"
+        assert not (p.unread and p.token_ids), (
+            f"unread = {p.unread}, token_ids = {p.token_ids}: nothing may be proposed before all of the text is read"
+        )
         assert 1 <= p.layers <= MAX_NUMBER, f"layers = {p.layers}: it must be at least 1, even without nodes"
 
 
@@ -153,9 +156,9 @@ class RequestRun:
         """Tokens of the answer that the drafter is known to have applied."""
         return max((p.applied_len for p in self.proposals), default=0)
 
-    def step(self, width: int = 4) -> Proposal:
-        """Take one step for this request alone."""
-        proposals = self.drafter.step([Budget(self.request_id, width)])
+    def step(self, width: int = 4, read: int | None = None) -> Proposal:
+        """Take one step for this request alone, which reads so many tokens of the text at most."""
+        proposals = self.drafter.step([Budget(self.request_id, width, read=read)])
         assert isinstance(proposals, list), f"step returned {proposals!r}: it must return a list of Proposal"
         assert len(proposals) == 1, (
             f"step returned {len(proposals)} proposals for one request: it must return one, perhaps without nodes"
@@ -165,6 +168,9 @@ class RequestRun:
         assert not (self.drafter.paced and proposal.token_ids) or (proposal.forwarded and proposal.elapsed > 0), (
             f"forwarded = {proposal.forwarded}, elapsed = {proposal.elapsed}: both must be above 0 in a proposal of a "
             "paced drafter, because the engine weighs what a step costs"
+        )
+        assert read is None or proposal.read <= read, (
+            f"read = {proposal.read}: it must be at most {read}, the `read` of the budget"
         )
         self.proposals.append(proposal)
         return proposal

@@ -131,7 +131,8 @@ def check_length(text: str, tokenizer: Any, max_len: int) -> None:
     """Raise if the tokens of a text cannot fit, whatever the tokenizer, before most of them are counted.
 
     A text passes if the context has a token for every `MAX_CHARS_PER_TOKEN` characters and for every token of its
-    pieces, except those that the cuts may have added. The caller compares the exact number.
+    pieces, except those that the cuts may have added. The caller compares the exact number. So a long text that fits is
+    tokenized twice: tokens at the cuts are not those of the whole text.
 
     Args:
         text: text for the tokenizer.

@@ -15,6 +15,7 @@ from langchain_core.prompts import ChatPromptTemplate
 
 from langchain_card import CARDChatModel, Limits
 from langchain_card.chat.readings import EVENT
+from langchain_card.errors import InvalidInputError
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,6 +100,15 @@ def test_a_stream_outside_a_call_does_not_report_as_an_earlier_one(model: CARDCh
     """LangChain has other ways to run `_stream`, which note nothing."""
     seen = Seen()
     [*model.stream("Q", config={"callbacks": [seen]})]
+    [*model._stream([HumanMessage(long())])]
+    assert seen.data == []
+
+
+@pytest.mark.parametrize("call", ["invoke", "stream"])
+def test_a_call_that_was_refused_gets_no_events_of_a_later_one(model: CARDChatModel, call: str) -> None:
+    seen, answer = Seen(), getattr(model, call)
+    with pytest.raises(InvalidInputError):
+        [*answer("Q", config={"callbacks": [seen]}, top_p=7.0)]
     [*model._stream([HumanMessage(long())])]
     assert seen.data == []
 

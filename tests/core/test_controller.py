@@ -185,15 +185,19 @@ class Told(Controller):
         super().observe_pass(load, requests, rows, tokens, elapsed, since_last)
 
 
+def observe(policy: Controller, load: Load, one: float, eight: float, step: float) -> None:
+    """Shows a policy passes of one row and of eight, and draft steps, of these seconds."""
+    for _ in range(40):
+        policy.observe_pass(load, 1, 1, 1, one, one)
+        policy.observe_pass(load, 1, 8, 4, eight, eight)
+        policy.observe_draft_step(load, 1, 1, step, 1)
+
+
 def measured(parallel: tuple[float, float, float], sequential: tuple[float, float, float], hits: int) -> Controller:
     """A policy that saw passes of one row and of eight, and draft steps, of these seconds; and `hits` of ten tokens."""
     policy = Controller(shared_device=True, overlaps=True)
     for schedule, (one, eight, step) in (("parallel", parallel), ("sequential", sequential)):
-        load = Load(schedule)  # type: ignore[arg-type]
-        for _ in range(40):
-            policy.observe_pass(load, 1, 1, 1, one, one)
-            policy.observe_pass(load, 1, 8, 4, eight, eight)
-            policy.observe_draft_step(load, 1, 1, step, 1)
+        observe(policy, Load(schedule), one, eight, step)  # type: ignore[arg-type]
     for i in range(600):
         policy.observe_token(hit=i % 10 < hits, first=i % 10 < hits)
     return policy
@@ -216,9 +220,27 @@ def test_auto_changes_with_the_number_of_requests() -> None:
     assert policy.auto(1, "parallel") == "parallel"
 
 
+def test_long_texts_have_step_times_of_their_own() -> None:
+    policy, long = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.03), hits=9), 8000
+    assert policy.auto(1, None, 100) == policy.auto(1, None, long) == "parallel", "as short ones, before any was seen"
+    observe(policy, Load("parallel", 1, long), 0.60, 1.0, 0.02)
+    observe(policy, Load("sequential", 1, long), 0.30, 0.4, 0.03)
+    assert policy.auto(1, None, 100) == "parallel"
+    assert policy.auto(1, None, long) == "sequential"
+
+
+def test_a_draft_that_saves_little_of_a_long_text_does_not_read_it() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential", 1, 8000)
+    for _ in range(2):
+        policy.observe_reading(load, 100, 0.1)
+    assert policy.reading(load, 1000, 20, 60), "it would save what it saves of short texts"
+    observe(policy, load, 0.30, 2.4, 0.29)
+    assert not policy.reading(load, 1000, 20, 60)
+
+
 def test_auto_does_not_change_for_little() -> None:
     policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.001), hits=9)
-    better, worse = policy.seconds_a_token("sequential", 2), policy.seconds_a_token("parallel", 2)
+    better, worse = (policy.seconds_a_token(Load(schedule, 2)) for schedule in ("sequential", "parallel"))
     assert 0.85 * worse < better < worse
     assert policy.auto(2, "parallel") == "parallel"
     assert policy.auto(2, None) == "sequential"

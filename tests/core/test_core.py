@@ -124,6 +124,17 @@ def test_a_stop_takes_back_what_lies_behind_it() -> None:
     assert core.handle(m.Stopped(0, FinishReason.ABORT, 3.0)) == []
 
 
+def test_answers_that_were_not_written_to_their_end_teach_no_length() -> None:
+    policy = Controller(shared_device=True)
+    core = Coordinator([DrafterTraits("toy", True, True)], Limits(), policy)
+    for reason, learned in ((FinishReason.ABORT, False), (FinishReason.ERROR, False), (FinishReason.STOP, True)):
+        core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9), ()), 0.0))
+        run_round(core, [5], 0.0)
+        before = policy.answers.value
+        core.handle(m.Stopped(0, reason, 2.0))
+        assert (policy.answers.value != before) == learned
+
+
 def test_a_dead_drafter_ends_the_wait_at_once() -> None:
     core = Coordinator([DrafterTraits("toy", True, True)], Limits(), Controller(shared_device=True))
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="sequential"), ()), 0.0))

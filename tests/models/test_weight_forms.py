@@ -17,6 +17,7 @@ from langchain_card.errors import InvalidInputError
 from langchain_card.models import loader
 from langchain_card.models.budget import weight_bytes
 from langchain_card.models.loader import load_model, resolve
+from langchain_card.runtime.cpu.matmul_kernel import instructions
 from tests.support import naive, tiny
 
 PROMPT = list(range(40, 60))
@@ -147,3 +148,29 @@ def test_configuration_with_settings_is_hashable_and_serializable(pair: tuple[st
     assert len({EngineConfig(quantization=settings), EngineConfig(quantization=settings)}) == 1
     model = CARDChatModel(model=pair[0], draft_model=None, quantization=settings)
     assert CARDChatModel(**model.model_dump(exclude={"rate_limiter", "metadata"})).quantization == settings
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"exact": "strict"}, 'kv_dtype = \'int8\': must be "float" or "auto" with exact="strict"'),
+        ({"dtype": "bfloat16"}, "kv_dtype = 'int8': int8 runs on a CPU with AVX2 in float32, not on cpu in bfloat16"),
+    ],
+)
+def test_integer_keys_and_values_are_refused_where_they_do_not_run(
+    pair: tuple[str, str], fields: dict[str, str], error: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=error):
+        resolve(EngineConfig(*pair, kv_dtype="int8", **fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(instructions() is None, reason="int8 needs AVX2")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_draft_on_another_device_keeps_floats(
+    pair: tuple[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any device that is no CPU stands for a GPU: no weights are read."""
+    monkeypatch.setattr(loader, "draft_device", lambda *_: torch.device(device))
+    found = resolve(EngineConfig(*pair, kv_dtype="int8"))
+    assert found.target.integer_kv and found.draft is not None
+    assert found.draft.integer_kv == (device == "cpu")

@@ -159,6 +159,7 @@ def test_bodies_have_a_size(http: httpx.Client) -> None:
             assert response.status_code == status, size
             if status == 413:
                 assert error_of(response)["code"] == "request_too_large" and "2,000 bytes" in response.text
+                assert "Settings(max_body_bytes=...)" in response.text
     assert http.post(CHAT, content=padded(500), headers=headers).status_code == 200
 
 
@@ -186,6 +187,7 @@ def test_as_many_as_the_house_holds(model: CARDChatModel) -> None:
         wait_until(lambda: num_open(model) == 2)
         response = httpx.post(url + CHAT, json=ask())
         assert response.status_code == 429 and error_of(response)["code"] == "rate_limit_exceeded"
+        assert "Settings(max_requests=...)" in response.text
         assert response.headers["retry-after"] == "1" and httpx.get(f"{url}/version").status_code == 200
         for connection in held:
             connection.close()

@@ -256,7 +256,7 @@ class FixedPolicy:
     ) -> None:
         self._widths, self._patience, self._read, self._late = widths, patience, read, late
 
-    def auto(self, num_seqs: int, current: Schedule | None) -> Schedule:
+    def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
         """Return `parallel` for one request, `sequential` for several."""
         return "parallel" if num_seqs == 1 else "sequential"
 

@@ -1,4 +1,4 @@
-"""Attention over 8-bit keys and values in plain torch: the reference for `runtime.cpu.block_attention`."""
+"""Attention over integer keys and values in plain torch: the reference for `runtime.cpu.block_attention`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from langchain_card.runtime.attention import register
 from langchain_card.runtime.cpu.int8 import rotate
 
 NAME = "integer-kv-reference"
-BLOCK = 64
+BLOCK_SLOTS = 64
 
 
-DITHER = torch.tensor([(int(f"{j:06b}"[::-1], 2) + 0.5) / BLOCK for j in range(BLOCK)])
+DITHER = torch.tensor([(int(f"{j:06b}"[::-1], 2) + 0.5) / BLOCK_SLOTS for j in range(BLOCK_SLOTS)])
 
 
 def rounded(x: Tensor, levels: int = 127) -> Tensor:
@@ -36,8 +36,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, 
         mask &= seen > position - window
     top, total = torch.full((len(q), rows, 1), -1e30), torch.zeros(len(q), rows, 1)
     mixed = torch.zeros(q.shape)
-    for block in range(0, length, BLOCK):
-        own = slice(block, block + BLOCK)
+    for block in range(0, length, BLOCK_SLOTS):
+        own = slice(block, block + BLOCK_SLOTS)
         scores = q @ k[:, own].transpose(1, 2) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap

@@ -36,6 +36,7 @@ ONE_EACH = "test_one_proposal_for_each_request"
 THE_SAME = "test_the_same_calls_get_the_same_proposals"
 NO_TRACE = "test_rejected_candidates_leave_no_trace"
 LATE = "test_corrections_may_be_lost_late_or_repeated"
+SLICES = "test_it_reads_no_more_than_it_may"
 UNKNOWN = "test_unknown_requests_are_ignored"
 FREED = "test_ended_requests_are_freed"
 AHEAD = "test_it_looks_ahead"
@@ -219,6 +220,75 @@ class Packing(Echo):
         self.__dict__.setdefault("log", array("i")).extend(request.prompt_ids)
 
 
+class Slicing(Echo):
+    """Takes time to read a text, and reads it in slices. Sound; those below are not."""
+
+    paced = True
+
+    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
+        super().begin(request, output_ids)
+        self.__dict__.setdefault("unread", {})[request.request_id] = len(request.prompt_ids)
+
+    def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
+        bounds = {budget.request_id: budget.read for budget in budgets}
+        return [self.sliced(proposal, bounds[proposal.request_id]) for proposal in super().step(budgets)]
+
+    def sliced(self, proposal: Proposal, bound: int | None) -> Proposal:
+        unread = self.unread[proposal.request_id]
+        read = unread if bound is None else min(unread, bound)
+        self.unread[proposal.request_id] = unread - read
+        proposal = replace(proposal, forwarded=1, together=1, elapsed=1e-3, read=read, unread=unread - read)
+        return replace(proposal, parents=(), token_ids=(), scores=()) if unread > read else proposal
+
+    def end(self, request_id: int) -> None:
+        super().end(request_id)
+        self.__dict__.setdefault("unread", {}).pop(request_id, None)
+
+
+class Gulping(Slicing):
+    """Reads the whole text, whatever it may."""
+
+    def sliced(self, proposal: Proposal, bound: int | None) -> Proposal:
+        return super().sliced(proposal, None)
+
+
+class Hasty(Slicing):
+    """Proposes before it has read the text."""
+
+    def sliced(self, proposal: Proposal, bound: int | None) -> Proposal:
+        now = super().sliced(proposal, bound)
+        return replace(proposal, forwarded=1, together=1, elapsed=1e-3, read=now.read, unread=now.unread)
+
+
+class Stuck(Slicing):
+    """Reports what it reads, and begins anew each time."""
+
+    def sliced(self, proposal: Proposal, bound: int | None) -> Proposal:
+        before = self.unread[proposal.request_id]
+        now = super().sliced(proposal, bound)
+        if now.unread:
+            self.unread[proposal.request_id] = before
+        return replace(now, unread=before) if now.unread else now
+
+
+class Miscounting(Slicing):
+    """Reports half of what it reads."""
+
+    def sliced(self, proposal: Proposal, bound: int | None) -> Proposal:
+        now = super().sliced(proposal, bound)
+        return replace(now, read=now.read // 2)
+
+
+class Skipping(Slicing):
+    """Forgets what it knew with each slice."""
+
+    def sliced(self, proposal: Proposal, bound: int | None) -> Proposal:
+        now = super().sliced(proposal, bound)
+        if now.unread:
+            self.places[proposal.request_id].clear()
+        return now
+
+
 LEFT = "rejected candidates, or another request, left something behind"
 BROKEN: dict[Any, dict[str, str]] = {
     Uncorrected: {NO_TRACE: "applied_len = 0: it must be 3", LATE: "applied_len = 0"},
@@ -241,6 +311,11 @@ BROKEN: dict[Any, dict[str, str]] = {
     Numbered: {VALID: "epoch 0 has .* nodes, so the next number is .*; or raise epoch"},
     Lazy: {ONE_EACH: "it must return one for each known request"},
     Clinging: {UNKNOWN: "applied_len"},
+    Gulping: {SLICES: "it must be at most 0, the `read` of the budget"},
+    Hasty: {SLICES: "nothing may be proposed before all of the text is read"},
+    Stuck: {SLICES: "each step must read, and unread must fall by what it reads"},
+    Miscounting: {SLICES: "each step must read, and unread must fall by what it reads"},
+    Skipping: {SLICES: "after slices with .* tokens unread, it proposes nothing after the answer"},
 }
 
 
@@ -256,10 +331,10 @@ def failing(broken: Any) -> dict[str, str]:
 
 
 def test_the_sound_one_passes() -> None:
-    assert len(TESTS) == 10 and not failing(Echo)
+    assert len(TESTS) == 11 and not failing(Echo) and not failing(Slicing)
 
 
-QUICK = (Uncorrected, Mixing, Repeating)
+QUICK = (Uncorrected, Mixing, Repeating, Gulping)
 """Broken drafters that `make test` tries."""
 
 

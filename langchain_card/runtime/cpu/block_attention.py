@@ -17,7 +17,7 @@ import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, compiled, row_wise
 from langchain_card.runtime.cpu.integer_kv import (
-    BLOCK,
+    BLOCK_SLOTS,
     Blocks,
     empty_block,
     gather,
@@ -26,8 +26,7 @@ from langchain_card.runtime.cpu.integer_kv import (
     write,
 )
 from langchain_card.runtime.cpu.integer_matmul import BYTE_OFFSET, Levels, Sums
-from langchain_card.runtime.cpu.matmul_kernel import BLOCK as MAX_HEADS
-from langchain_card.runtime.cpu.matmul_kernel import TILE, wide_tile
+from langchain_card.runtime.cpu.matmul_kernel import MAX_ROWS, TILE, wide_tile
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import rotate_row
 from langchain_card.runtime.cpu.softmax_kernel import LOWEST, chances
@@ -37,7 +36,7 @@ ROW_TILE = 16
 
 
 class _Queries(NamedTuple):
-    """Queries as the kernel reads them. The heads of a group are split into parts of at most `MAX_HEADS`.
+    """Queries as the kernel reads them. The heads of a group are split into parts of at most `MAX_ROWS`.
 
     Attributes:
         levels: int8 [rows, kv_heads, group x 2 x width]; each part is [2 x width / 4, heads of the part, 4]: the same
@@ -55,8 +54,8 @@ class _Scratch(NamedTuple):
     """Scratch for a block and the heads of a part.
 
     Attributes:
-        scores: [heads, BLOCK].
-        levels: int32 [BLOCK / 4, heads] four levels of chances each.
+        scores: [heads, BLOCK_SLOTS].
+        levels: int32 [BLOCK_SLOTS / 4, heads] four levels of chances each.
         begin: int32 [heads] starts of the sums.
         ones: [TILE].
         change: [heads] factor of what was summed before.
@@ -93,7 +92,7 @@ def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, t
     """
     rows, kv_heads = k.shape[:2]
     group = q.shape[1] // kv_heads
-    width = kv.values.shape[2] // BLOCK
+    width = kv.values.shape[2] // BLOCK_SLOTS
     queries = _Queries(
         np.empty((rows, kv_heads, group * 2 * width), np.int8),
         np.empty((rows, kv_heads, group, 2), np.int32),
@@ -126,7 +125,7 @@ def _prepare(
     """Write the keys and values of the rows from `begin` to `end`, and round their queries."""
     write(k, v, kv, seen.slots, begin, end)
     kv_heads, size = k.shape[1:]
-    group, width = q.shape[1] // kv_heads, kv.values.shape[2] // BLOCK
+    group, width = q.shape[1] // kv_heads, kv.values.shape[2] // BLOCK_SLOTS
     row, levels = np.empty(size, np.float32), np.zeros(width, np.int8)
     fours = levels.view(np.int32)
     for n in range(begin, end):
@@ -148,7 +147,7 @@ def _prepare(
 
 @compiled()
 def _num_parts(group: int) -> int:
-    return (group + MAX_HEADS - 1) // MAX_HEADS
+    return (group + MAX_ROWS - 1) // MAX_ROWS
 
 
 @compiled()
@@ -181,12 +180,12 @@ def _attend_tile(
     queries: _Queries, kv: Blocks, seen: Seen, heads: Heads, out: Array, begin: int, end: int, h: int, part: int
 ) -> None:
     """Attend for rows of one sequence, from `begin` to `end`, and a part of a group."""
-    group, size, width = queries.scales.shape[2], out.shape[2], kv.values.shape[2] // BLOCK
+    group, size, width = queries.scales.shape[2], out.shape[2], kv.values.shape[2] // BLOCK_SLOTS
     first_head, last_head = _part(group, part)
     count, turns, cap = last_head - first_head, width // 4, np.float32(heads.softcap)
     scratch = _Scratch(
-        np.empty((count, BLOCK), np.float32),
-        np.empty((BLOCK // 4, count), np.int32), np.empty(count, np.int32), np.ones(TILE, np.float32),
+        np.empty((count, BLOCK_SLOTS), np.float32),
+        np.empty((BLOCK_SLOTS // 4, count), np.int32), np.empty(count, np.int32), np.ones(TILE, np.float32),
         np.empty(count, np.float32), np.empty(count, np.float32), np.empty((count, width), np.float32),
         empty_block(width),
     )  # fmt: skip
@@ -200,26 +199,26 @@ def _attend_tile(
     for n in range(begin + 1, end):
         own_low, own_high = _extent(seen, heads, n)
         low, high = min(low, own_low), max(high, own_high)
-    block = seen.first[begin] // BLOCK
-    for b in range(low // BLOCK, (high - 1) // BLOCK + 1):
+    block = seen.first[begin] // BLOCK_SLOTS
+    for b in range(low // BLOCK_SLOTS, (high - 1) // BLOCK_SLOTS + 1):
         shared = of_block(kv, h, block + b)
         for n in range(begin, end):
             own_low, own_high = _extent(seen, heads, n)
-            own_low, own_high = max(own_low - b * BLOCK, 0), min(own_high - b * BLOCK, BLOCK)
+            own_low, own_high = max(own_low - b * BLOCK_SLOTS, 0), min(own_high - b * BLOCK_SLOTS, BLOCK_SLOTS)
             if own_low >= own_high:
                 continue
-            own, committed = shared, seen.starts[n] - b * BLOCK
+            own, committed = shared, seen.starts[n] - b * BLOCK_SLOTS
             if committed < own_high:
                 path = seen.paths[seen.ends[n - 1] if n else 0 : seen.ends[n]]
-                gather(kv, h, (block + b) * BLOCK, committed, path, scratch.block)
+                gather(kv, h, (block + b) * BLOCK_SLOTS, committed, path, scratch.block)
                 own = scratch.block
             query = queries.levels[n, h, first_head * 2 * width :].ctypes.data
             query_begin = queries.begin[n, h, first_head:].ctypes.data
             keys, key_scales = own.keys.ctypes.data, own.key_scales.ctypes.data
-            for t in range(BLOCK // TILE):
+            for t in range(BLOCK_SLOTS // TILE):
                 wide_tile(
                     count, query, query_begin, keys + t * TILE * 2 * width, key_scales + t * 2 * TILE * 4, 2, turns,
-                    scores + t * TILE * 4, BLOCK,
+                    scores + t * TILE * 4, BLOCK_SLOTS,
                 )  # fmt: skip
             factors = queries.scales[n, h, first_head:].ctypes.data
             if cap > 0:
@@ -232,8 +231,9 @@ def _attend_tile(
             values = own.values.ctypes.data
             for t in range(width // TILE):
                 wide_tile(
-                    count, levels, starts, values + t * TILE * BLOCK, ones, 1, BLOCK // 4, product + t * TILE * 4, width
-                )
+                    count, levels, starts, values + t * TILE * BLOCK_SLOTS, ones, 1, BLOCK_SLOTS // 4,
+                    product + t * TILE * 4, width,
+                )  # fmt: skip
             _add(mixed[n - begin], scratch.change, scratch.product, scratch.weight)
     for n in range(begin, end):
         for g in range(count):
@@ -256,7 +256,7 @@ def _cap(scores: Array, factors: Array, cap: np.float32) -> None:
     """Bound scores, and leave them so that they need no factors."""
     for g in range(len(scores)):
         own, factor = scores[g], factors[g]
-        for j in range(BLOCK):
+        for j in range(BLOCK_SLOTS):
             own[j] = np.tanh(own[j] * factor / cap) * cap
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 ACTIVATION_LEVELS = 63  # 7 bits, signed
-ROTATED_BLOCK = 64
+ROTATED_FEATURES = 64
+"""Features of a block that is rotated."""
 
 
 @functools.cache
@@ -38,9 +39,9 @@ def rotate(x: Tensor) -> Tensor:
     Args:
         x: float32 [..., features]; returned unchanged if the features are not whole blocks.
     """
-    if x.shape[-1] % ROTATED_BLOCK:
+    if x.shape[-1] % ROTATED_FEATURES:
         return x
-    return (x.reshape(-1, ROTATED_BLOCK) @ _hadamard(ROTATED_BLOCK)).view(x.shape)
+    return (x.reshape(-1, ROTATED_FEATURES) @ _hadamard(ROTATED_FEATURES)).view(x.shape)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ them (docs/LOG.md, 2026-11-25). A key's bytes are multiplied as two groups with 
 the low ones. Bytes are stored with an offset, like weights (`integer_matmul`). So the blocks of a head are matrices:
 
 ```
-keys    [BLOCK / 32][2 x width / 4][32 slots][4 features]     times a query: its scores with the block's keys
-values  [width / 32][BLOCK / 4][32 features][4 slots]         times chances: their mixture of the block's values
+keys    [BLOCK_SLOTS / 32][2 x width / 4][32 slots][4 features]     times a query: its scores with the block's keys
+values  [width / 32][BLOCK_SLOTS / 4][32 features][4 slots]         times chances: their mixture of the block's values
 ```
 
 The width is head_dim, padded to whole tiles of 32.
@@ -28,7 +28,9 @@ from langchain_card.runtime.cpu.matmul_kernel import TILE
 from langchain_card.runtime.cpu.row_kernels import scale_row
 from langchain_card.runtime.kv_cache import zeros
 
-BLOCK = 64
+BLOCK_SLOTS = 64
+"""Slots of a block."""
+
 LEVELS = np.float32(127)
 
 _HIGH = 256
@@ -41,10 +43,10 @@ class Blocks(NamedTuple):
     """Keys and values of all layers; without the first axis those of one layer.
 
     Attributes:
-        keys: uint8 [layers, kv_heads, blocks, BLOCK x 2 x width].
-        key_scales: float32 [layers, kv_heads, blocks, BLOCK / 32 x 2 x 32], of high and of low bytes.
-        values: uint8 [layers, kv_heads, blocks, BLOCK x width].
-        value_scales: float32 [layers, kv_heads, blocks, BLOCK].
+        keys: uint8 [layers, kv_heads, blocks, BLOCK_SLOTS x 2 x width].
+        key_scales: float32 [layers, kv_heads, blocks, BLOCK_SLOTS / 32 x 2 x 32], of high and of low bytes.
+        values: uint8 [layers, kv_heads, blocks, BLOCK_SLOTS x width].
+        value_scales: float32 [layers, kv_heads, blocks, BLOCK_SLOTS].
     """
 
     keys: Block
@@ -71,8 +73,8 @@ def of_block(kv: Blocks, head: int, block: int) -> Blocks:
 def empty_block(width: int) -> Blocks:
     """Allocate a block that belongs to no slots."""
     return Blocks(
-        np.zeros(BLOCK * 2 * width, np.uint8), np.zeros(BLOCK * 2, np.float32),
-        np.zeros(BLOCK * width, np.uint8), np.zeros(BLOCK, np.float32),
+        np.zeros(BLOCK_SLOTS * 2 * width, np.uint8), np.zeros(BLOCK_SLOTS * 2, np.float32),
+        np.zeros(BLOCK_SLOTS * width, np.uint8), np.zeros(BLOCK_SLOTS, np.float32),
     )  # fmt: skip
 
 
@@ -119,11 +121,11 @@ def write(k: Array, v: Array, kv: Blocks, slots: Slots, begin: int, end: int) ->
         begin: first row.
         end: row after the last.
     """
-    width = kv.values.shape[2] // BLOCK
+    width = kv.values.shape[2] // BLOCK_SLOTS
     row, key = np.empty(k.shape[2], np.float32), np.full(2 * width, BYTE_OFFSET, np.uint8)
     levels, value = np.zeros(width, np.int8), np.empty(width, np.uint8)
     for n in range(begin, end):
-        block, place = slots[n] // BLOCK, slots[n] % BLOCK
+        block, place = slots[n] // BLOCK_SLOTS, slots[n] % BLOCK_SLOTS
         for h in range(k.shape[1]):
             own = of_block(kv, h, block)
             low = _round_key(k[n, h], row, key)
@@ -149,13 +151,13 @@ def _put_value(stored: Block, block: Block, place: int) -> None:
     """Lay a value's bytes into their place in a block."""
     own = block[place // 4 * TILE * 4 + place % 4 :]
     for i in range(len(stored)):
-        own[i // TILE * TILE * BLOCK + i % TILE * 4] = stored[i]
+        own[i // TILE * TILE * BLOCK_SLOTS + i % TILE * 4] = stored[i]
 
 
 @compiled()
 def _move(source: Blocks, place: int, target: Blocks, target_place: int) -> None:
     """Copy what lies in a place of a block to a place of another one."""
-    size = len(source.keys) // BLOCK
+    size = len(source.keys) // BLOCK_SLOTS
     fours = source.keys.view(np.uint32)[place // TILE * size // 4 * TILE + place % TILE :]
     own = target.keys.view(np.uint32)[target_place // TILE * size // 4 * TILE + target_place % TILE :]
     for i in range(size // 4):
@@ -165,8 +167,8 @@ def _move(source: Blocks, place: int, target: Blocks, target_place: int) -> None
     own_scales[0], own_scales[TILE] = scales[0], scales[TILE]
     bytes_ = source.values[place // 4 * TILE * 4 + place % 4 :]
     own_bytes = target.values[target_place // 4 * TILE * 4 + target_place % 4 :]
-    for i in range(len(source.values) // BLOCK):
-        at = i // TILE * TILE * BLOCK + i % TILE * 4
+    for i in range(len(source.values) // BLOCK_SLOTS):
+        at = i // TILE * TILE * BLOCK_SLOTS + i % TILE * 4
         own_bytes[at] = bytes_[at]
     target.value_scales[target_place] = source.value_scales[place]
 
@@ -184,11 +186,11 @@ def gather(kv: Blocks, head: int, first: int, committed: int, path: Slots, out: 
         out: a block.
     """
     if committed > 0:
-        source = of_block(kv, head, first // BLOCK)
+        source = of_block(kv, head, first // BLOCK_SLOTS)
         out.keys[:], out.key_scales[:] = source.keys, source.key_scales
         out.values[:], out.value_scales[:] = source.values, source.value_scales
-    for i in range(max(0, -committed), min(len(path), BLOCK - committed)):
-        _move(of_block(kv, head, path[i] // BLOCK), path[i] % BLOCK, out, committed + i)
+    for i in range(max(0, -committed), min(len(path), BLOCK_SLOTS - committed)):
+        _move(of_block(kv, head, path[i] // BLOCK_SLOTS), path[i] % BLOCK_SLOTS, out, committed + i)
 
 
 @compiled()
@@ -196,8 +198,8 @@ def _copy(kv: Blocks, sources: Slots, start: int, layer: int) -> None:
     own = of_layer(kv, layer)
     for i in range(len(sources)):
         for h in range(len(own.keys)):
-            source, target = of_block(own, h, sources[i] // BLOCK), of_block(own, h, (start + i) // BLOCK)
-            _move(source, sources[i] % BLOCK, target, (start + i) % BLOCK)
+            source, target = of_block(own, h, sources[i] // BLOCK_SLOTS), of_block(own, h, (start + i) // BLOCK_SLOTS)
+            _move(source, sources[i] % BLOCK_SLOTS, target, (start + i) % BLOCK_SLOTS)
 
 
 @compiled(parallel=True)
@@ -218,15 +220,20 @@ class IntegerKV:
     """
 
     def __init__(self, num_slots: int, *, layers: int, kv_heads: int, head_dim: int) -> None:
-        shape, size = (layers, kv_heads, -(-num_slots // BLOCK)), BLOCK * -(-head_dim // TILE) * TILE
-        parts = [(2 * size, torch.uint8), (2 * BLOCK, torch.float32), (size, torch.uint8), (BLOCK, torch.float32)]
+        shape, size = (layers, kv_heads, -(-num_slots // BLOCK_SLOTS)), BLOCK_SLOTS * -(-head_dim // TILE) * TILE
+        parts = [
+            (2 * size, torch.uint8),
+            (2 * BLOCK_SLOTS, torch.float32),
+            (size, torch.uint8),
+            (BLOCK_SLOTS, torch.float32),
+        ]
         self.blocks = Blocks(*(zeros((*shape, n), kind, torch.device("cpu")).numpy() for n, kind in parts))
 
     def copy(self, sources: Sequence[int], start: int) -> None:
         """Copy slots, in all layers, to those from `start` on, in order; none may be read after it was written."""
         slots = np.array(sources, np.int64)
         with cores() as threads:
-            if threads > 1 and len(sources) > BLOCK:
+            if threads > 1 and len(sources) > BLOCK_SLOTS:
                 _copy_together(self.blocks, slots, start)
             else:
                 for layer in range(len(self.blocks.keys)):
@@ -234,11 +241,11 @@ class IntegerKV:
 
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return a copy of slots in whole blocks, by the names of `Blocks`, as `KVStorage` demands."""
-        own = slice(start // BLOCK, stop // BLOCK)
+        own = slice(start // BLOCK_SLOTS, stop // BLOCK_SLOTS)
         return {name: torch.from_numpy(part[:, :, own].copy()) for name, part in self.blocks._asdict().items()}
 
     def write(self, start: int, parts: Mapping[str, torch.Tensor]) -> None:
         """Write slots in whole blocks as `KVStorage` demands."""
-        first = start // BLOCK
+        first = start // BLOCK_SLOTS
         for name, part in self.blocks._asdict().items():
             part[:, :, first : first + parts[name].shape[2]] = parts[name].numpy()

@@ -20,7 +20,7 @@ import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, compiled
-from langchain_card.runtime.cpu.matmul_kernel import BLOCK, LANES, TILE, byte_tile, nibble_tile
+from langchain_card.runtime.cpu.matmul_kernel import LANES, MAX_ROWS, TILE, byte_tile, nibble_tile
 
 BYTE_OFFSET, NIBBLE_OFFSET = 128, 8
 
@@ -113,7 +113,7 @@ def one(weights: Weights, i: int) -> Weights:
 @compiled()
 def block(left: int) -> int:
     """Return how many of the remaining rows are multiplied together: 8, 4, 2 or 1."""
-    rows = BLOCK
+    rows = MAX_ROWS
     while rows > left:
         rows //= 2
     return rows

@@ -33,7 +33,7 @@ def instructions() -> str | None:
     return next((name for name in ("avx512vnni", "avxvnni", "avx2") if f"+{name}" in features), None)
 
 
-BLOCK = 8 if instructions() == "avx512vnni" else 2
+MAX_ROWS = 8 if instructions() == "avx512vnni" else 2
 """Rows that a weight serves while it lies in a register: CPUs without AVX-512 have fewer and narrower registers."""
 
 
@@ -193,7 +193,7 @@ def _kernel(kind: _Kind) -> Any:
         out: Any,
         length: Any,
     ) -> Any:
-        """Multiply 1, 2, 4 or 8 rows, up to `BLOCK`, with a tile of weights.
+        """Multiply 1, 2, 4 or 8 rows, up to `MAX_ROWS`, with a tile of weights.
 
         All arguments are integers: the number of rows; the addresses of levels [quads, rows, 4], starts of sums
         [rows, groups], stored weights, and scales [groups, 32]; the number of groups, and of turns in each; the address
@@ -203,7 +203,7 @@ def _kernel(kind: _Kind) -> Any:
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
             end = b.append_basic_block()
             ways = b.switch(args[0], end)
-            for num_rows in range(1, BLOCK + 1):
+            for num_rows in range(1, MAX_ROWS + 1):
                 way = b.append_basic_block()
                 ways.add_case(_I64(num_rows), way)
                 b.position_at_end(way)

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, row_wise
-
-BLOCK = 64  # features rotated together; `int8.ROTATED_BLOCK`
+from langchain_card.runtime.cpu.int8 import ROTATED_FEATURES
 
 _ONE: np.float32 = np.float32(1.0)
 _TINY, _HALF = np.float32(1e-30), np.float32(0.5)
-_ROOT: np.float32 = np.float32(1 / 8)  # of BLOCK: the butterflies below leave each block 8 times too large
-_LOG2_E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-_EXP = tuple(np.float32(c) for c in (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5))
-_EXP_LIMIT = np.float32(87.0)
+_ROOT: np.float32 = np.float32(1 / 8)  # of ROTATED_FEATURES: the butterflies below leave each block 8 times too large
+LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+EXP_SERIES = tuple(np.float32(c) for c in (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5))
+EXP_LIMIT = np.float32(87.0)
 _NO_SIGN = np.int32(0x7FFFFFFF)
 
 
@@ -38,11 +37,11 @@ def _largest_magnitude(bits: Any) -> np.float32:
 @row_wise
 def rotate_row(row: Array) -> np.float32:
     """Rotate whole blocks in place, up to a factor; return the factor. Other rows stay as they are."""
-    if len(row) % BLOCK:
+    if len(row) % ROTATED_FEATURES:
         return _ONE
-    half, other = BLOCK // 2, np.empty(BLOCK, dtype=np.float32)
-    for start in range(len(row) // BLOCK):
-        own = row[start * BLOCK : start * BLOCK + BLOCK]
+    half, other = ROTATED_FEATURES // 2, np.empty(ROTATED_FEATURES, dtype=np.float32)
+    for start in range(len(row) // ROTATED_FEATURES):
+        own = row[start * ROTATED_FEATURES : start * ROTATED_FEATURES + ROTATED_FEATURES]
         for _ in range(3):  # six times sums and differences of neighbours, to the two halves: all pairs have met
             for i in range(half):
                 other[i] = own[2 * i] + own[2 * i + 1]
@@ -80,15 +79,15 @@ def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
 def exp(row: Array, bits: Any) -> None:
     """Exponentiate float32 up to 87 in place, by Cephes' series, which runs in vectors. `bits` is scratch."""
     for i in range(len(row)):
-        x = max(row[i], -_EXP_LIMIT)
-        k = np.floor(x * _LOG2_E + _HALF)
-        x = x - k * _LN2_HIGH - k * _LN2_LOW
-        series = _EXP[0]
-        series = series * x + _EXP[1]
-        series = series * x + _EXP[2]
-        series = series * x + _EXP[3]
-        series = series * x + _EXP[4]
-        series = series * x + _EXP[5]
+        x = max(row[i], -EXP_LIMIT)
+        k = np.floor(x * LOG2_E + _HALF)
+        x = x - k * LN2_HIGH - k * LN2_LOW
+        series = EXP_SERIES[0]
+        series = series * x + EXP_SERIES[1]
+        series = series * x + EXP_SERIES[2]
+        series = series * x + EXP_SERIES[3]
+        series = series * x + EXP_SERIES[4]
+        series = series * x + EXP_SERIES[5]
         row[i] = series * x * x + x + _ONE
         bits[i] = (np.int32(k) + np.int32(127)) << np.int32(23)
     powers = bits.view(np.float32)
@@ -109,7 +108,7 @@ def gate_row(y: Array, factor: np.float32, out: Array, bits: Any) -> None:
     size = len(out)
     gate, up = y[:size], y[size : 2 * size]
     for i in range(size):
-        out[i] = min(-gate[i] * factor, _EXP_LIMIT)
+        out[i] = min(-gate[i] * factor, EXP_LIMIT)
     exp(out, bits)
     for i in range(size):
         out[i] = (gate[i] * factor) / (_ONE + out[i]) * (up[i] * factor)

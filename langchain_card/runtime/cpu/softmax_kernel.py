@@ -7,7 +7,7 @@ so that a query's bits depend on nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from langchain_card.runtime.cpu.integer_matmul import BYTE_OFFSET
 from langchain_card.runtime.cpu.matmul_kernel import LANES, Builder, own_function
+from langchain_card.runtime.cpu.row_kernels import EXP_LIMIT, EXP_SERIES, LN2_HIGH, LN2_LOW, LOG2_E
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _WORDS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I8))
@@ -22,16 +23,13 @@ _PARTS = 4
 """Registers of a block of 64."""
 
 _LEVELS, _TINY, LOWEST = 127.0, 1e-30, -1e30
-_EXP_LIMIT = -87.0
-_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
-_SERIES = (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5)
 _DITHER = [(int(f"{place:06b}"[::-1], 2) + 0.5) / 64 for place in range(LANES * _PARTS)]
 """Added before chances are rounded down, by their place in the block. Small chances, which are many, would be lost
 together if each were rounded to the nearest level (docs/LOG.md, 2026-11-25)."""
 
 
-def _all(number: float) -> Any:
-    return _FLOATS([number] * LANES)
+def _all(number: SupportsFloat) -> Any:
+    return _FLOATS([float(number)] * LANES)
 
 
 class _Vectors(Builder):
@@ -58,11 +56,11 @@ class _Vectors(Builder):
 
     def exp(self, x: Any) -> Any:
         """Exponentiate floats up to 87, by Cephes' series, as `row_kernels.exp` does."""
-        x = self.larger(x, _all(_EXP_LIMIT))
-        k = self.call("llvm.floor.v16f32", _FLOATS, self.fma(x, _all(_LOG2_E), _all(0.5)))
-        x = self.fma(k, _all(-_LN2_LOW), self.fma(k, _all(-_LN2_HIGH), x))
-        series = _all(_SERIES[0])
-        for coefficient in _SERIES[1:]:
+        x = self.larger(x, _all(-EXP_LIMIT))
+        k = self.call("llvm.floor.v16f32", _FLOATS, self.fma(x, _all(LOG2_E), _all(0.5)))
+        x = self.fma(k, _all(-LN2_LOW), self.fma(k, _all(-LN2_HIGH), x))
+        series = _all(EXP_SERIES[0])
+        for coefficient in EXP_SERIES[1:]:
             series = self.fma(series, x, _all(coefficient))
         rest = self.fma(self.b.fmul(series, x), x, self.b.fadd(x, _all(1.0)))
         power = self.b.shl(self.b.add(self.b.fptosi(k, _WORDS), _WORDS([127] * LANES)), _WORDS([23] * LANES))

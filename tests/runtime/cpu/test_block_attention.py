@@ -12,7 +12,7 @@ if matmul_kernel.instructions() is None:
     pytest.skip("this CPU has no integer kernel", allow_module_level=True)
 
 from langchain_card.runtime.cpu import block_attention
-from langchain_card.runtime.cpu.integer_kv import BLOCK, IntegerKV, of_layer
+from langchain_card.runtime.cpu.integer_kv import BLOCK_SLOTS, IntegerKV, of_layer
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 def test_what_a_row_does_not_see_may_be_no_number(softcap: float) -> None:
     """A slot keeps the scales of an earlier request, whose numbers may have been infinite."""
-    rng, count = np.random.default_rng(0), BLOCK + 10
+    rng, count = np.random.default_rng(0), BLOCK_SLOTS + 10
     q, k, v = (rng.standard_normal((count, heads, 32), np.float32) for heads in (4, 2, 2))
-    first = np.full(count, BLOCK)
-    seen = Seen(first + np.arange(count), first, 1 + np.arange(count), first[:0], first - BLOCK)
+    first = np.full(count, BLOCK_SLOTS)
+    seen = Seen(first + np.arange(count), first, 1 + np.arange(count), first[:0], first - BLOCK_SLOTS)
 
     def attend(left: float) -> np.ndarray:
-        kv = of_layer(IntegerKV(4 * BLOCK, layers=1, kv_heads=2, head_dim=32).blocks, 0)
+        kv = of_layer(IntegerKV(4 * BLOCK_SLOTS, layers=1, kv_heads=2, head_dim=32).blocks, 0)
         kv.key_scales[:], kv.value_scales[:] = left, left
         with cores() as threads:
             return np.asarray(block_attention.attend(q, k, v, kv, seen, Heads(1 << 62, 0.2, softcap), threads))
