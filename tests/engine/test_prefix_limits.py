@@ -119,10 +119,11 @@ def test_what_is_not_written_soon_after_the_end_is_dropped_with_a_warning(
     target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert prefix_folder.CLOSE_SECONDS < END_SECONDS
-    replace_file = Path.replace
+    replace_file, writes = Path.replace, threading.Event()
     monkeypatch.setattr(prefix_folder, "CLOSE_SECONDS", 0.0)
 
     def replace_at_the_end(temporary: Path, file: Path) -> Path:
+        writes.set()
         while prefixes._deadline == float("inf"):
             threading.Event().wait(0.01)
         return replace_file(temporary, file)
@@ -132,6 +133,7 @@ def test_what_is_not_written_soon_after_the_end_is_dropped_with_a_warning(
         monkeypatch.setattr(prefixes._writer, "join", lambda timeout: threading.Thread.join(prefixes._writer, 30))
         monkeypatch.setattr(Path, "replace", replace_at_the_end)
         engine.submit(PROMPT, SamplingParams(max_tokens=8)).result()
+        assert writes.wait(60)
     assert len(blocks(folder)) == 1, "the block in hand"
     (message,) = caplog.messages
     assert f"{WHOLE - BLOCK:,} tokens are not kept in {folder}" in message
