@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from langchain_card.engine import prefix_folder
 from tests.support.prefixes import PROMPT, answers, folder_config
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of prefixes, of this test alone."""
+    """The folder of prefixes, of this test alone; a busy machine has time to write."""
     monkeypatch.setenv("LANGCHAIN_CARD_HOME", str(tmp_path))
+    monkeypatch.setattr(prefix_folder, "CLOSE_SECONDS", 60.0)
     return tmp_path / "prefixes"
 
 
@@ -28,5 +30,6 @@ def written(tiny_pairs: dict[str, tuple[str, str]], tmp_path_factory: pytest.Tem
     home = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANGCHAIN_CARD_HOME", str(home))
+        patch.setattr(prefix_folder, "CLOSE_SECONDS", 60.0)
         read = answers(folder_config(tiny_pairs["qwen2"][0]), (PROMPT, "other"), (PROMPT, ""))
     return home / "prefixes", read[1][0]

@@ -18,7 +18,7 @@ from langchain_card.core.messages import Reading
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine import prefix_folder, target_worker
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.prefix_folder import BLOCK, _shared_secret
+from langchain_card.engine.prefix_folder import BLOCK, CLOSE_SECONDS, _shared_secret
 from langchain_card.engine.transports.child_process import END_SECONDS
 from langchain_card.errors import InvalidInputError
 from langchain_card.models.files import MARGIN, Silent, locked
@@ -118,7 +118,7 @@ def test_several_processes_that_start_at_once_share_a_secret(tmp_path: Path) -> 
 def test_what_is_not_written_soon_after_the_end_is_dropped_with_a_warning(
     target: str, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prefix_folder.CLOSE_SECONDS < END_SECONDS
+    assert CLOSE_SECONDS < END_SECONDS
     replace_file, writes = Path.replace, threading.Event()
     monkeypatch.setattr(prefix_folder, "CLOSE_SECONDS", 0.0)
 
