@@ -53,8 +53,8 @@ class Budget:
         ahead: tokens assumed to follow the answer. The proposal continues after them: its root stands for the last.
             Set for a drafter that works below another one.
         whole: whether the proposal must be complete: in an epoch of its own, with the nodes of earlier ones repeated.
-        read: tokens of the text to read before drafting, at most; None for all. A drafter that has to read more than it
-            may reads so many and proposes nothing (`Proposal.read`, `Proposal.unread`).
+        max_read: tokens of the text to read before drafting, at most; None for all. A drafter that has to read more
+            reads so many and proposes nothing (`Proposal.read`, `Proposal.unread`).
     """
 
     request_id: int
@@ -62,7 +62,7 @@ class Budget:
     min_chance: float = 0.0
     ahead: tuple[int, ...] = ()
     whole: bool = False
-    read: int | None = None
+    max_read: int | None = None
 
 
 class Observer(Protocol):

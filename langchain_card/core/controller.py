@@ -147,7 +147,7 @@ class Controller:
         steps = math.ceil(self.limits.max_lead / self.layers.value) if parallel else 1
         return DraftGrant((1,) * narrow + (width,) * (steps - narrow), min_chance)
 
-    def reading(self, load: Load, unread: int, written: int, left: int) -> int:
+    def read_budget(self, load: Load, unread: int, written: int, left: int) -> int:
         """Let a draft with a device of its own read at once; else as much as the next token can wait for, if it pays.
 
         The answer is expected to become as long as answers usually are, and beyond that twice as long as it is.
@@ -155,7 +155,7 @@ class Controller:
         if not self.shared_device or self.pins.lead is not None:
             return self.limits.max_step_rows
         costs = self.costs_of(load)
-        plain, price = costs.target.at(load.num_seqs), costs.reading.value
+        plain, price = costs.target.at(load.num_seqs), costs.read_cost.value
         if not written or not unread or not plain:
             return 0
         if not price:
@@ -241,7 +241,7 @@ class Controller:
         """Learn the time in which a draft reads a token. The first time is left out: the draft may have been cold."""
         costs = self.costs_of(load)
         if costs.has_read:
-            costs.reading.add(elapsed / tokens)
+            costs.read_cost.add(elapsed / tokens)
         costs.has_read = True
 
     def observe_answer(self, tokens: int) -> None:

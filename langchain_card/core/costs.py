@@ -154,7 +154,7 @@ class CostModel:
         draft: times of a draft step, by nodes expanded.
         sharing: number of requests that share a draft step: nodes of all over nodes of one.
         target: times of a target pass, by rows verified.
-        reading: time in which a draft reads a token of a text.
+        read_cost: time in which a draft reads a token of a text.
         has_read: whether a draft has read before.
         per_token: time per token of all answers together.
         draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
@@ -165,7 +165,7 @@ class CostModel:
         self.target: StepTimes = alike.target.copy() if alike is not None else StepTimes()
         self.sharing = Mean(prior=float(num_seqs))
         self.num_seqs: int = num_seqs
-        self.reading: Mean = Mean() if alike is None else alike.reading.copy()
+        self.read_cost: Mean = Mean() if alike is None else alike.read_cost.copy()
         self.has_read: bool = alike is not None and alike.has_read
         self.per_token: Mean = Mean(prior=self.target.at(num_seqs) / num_seqs)
         if alike is not None and alike.num_seqs == num_seqs:

@@ -274,14 +274,14 @@ class Grow:
     Attributes:
         widths: [steps] nodes that each step may expand.
         min_chance: nodes that the target reaches with a smaller chance are not expanded.
-        read: tokens of the text that each step may read before it drafts.
+        max_read: tokens of the text that each step may read before it drafts.
     """
 
     worker: str
     request_id: int
     widths: tuple[int, ...]
     min_chance: float = 0.0
-    read: int = 0
+    max_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ class DraftGrant(NamedTuple):
     Attributes:
         widths: [steps] nodes that each step expands at most.
         min_chance: nodes that the target reaches with a smaller chance are not expanded.
-        read: tokens of the text that each step may read before it drafts.
+        max_read: tokens of the text that each step may read before it drafts.
     """
 
     widths: tuple[int, ...] = ()
     min_chance: float = 0.0
-    read: int = 0
+    max_read: int = 0
 
 
 class Policy(Protocol):
@@ -60,7 +60,7 @@ class Policy(Protocol):
             hit: whether the last committed token was in the cache.
         """
 
-    def reading(self, load: Load, unread: int, written: int, left: int) -> int:
+    def read_budget(self, load: Load, unread: int, written: int, left: int) -> int:
         """Return how many tokens of a text a draft step may read; 0 if the draft would not earn the time back.
 
         Args:

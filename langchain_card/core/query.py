@@ -68,10 +68,10 @@ class Query:
             return []
         grant, effects = self.policy.grant(load, hit=True), list[m.Effect]()
         for name in paced:
-            read = self._reading(state, name, load)
-            may_go_on = read > 0 if state.drafters[name].unread else self._pays(state, name, load)
+            max_read = self._read_budget(state, name, load)
+            may_go_on = max_read > 0 if state.drafters[name].unread else self._pays(state, name, load)
             if may_go_on:
-                effects.append(grow(state, name, grant._replace(read=read)))
+                effects.append(grow(state, name, grant._replace(max_read=max_read)))
         state.wait(now, now + self.policy.patience(load) if effects else None)
         return effects
 
@@ -81,22 +81,23 @@ class Query:
         A draft that has to read, before the first token as far as is known, and may not, gets none: the target has all
         threads meanwhile.
         """
-        read, unread = self._reading(state, name, load), state.drafters[name].unread or not state.output_ids
+        max_read = self._read_budget(state, name, load)
+        unread = state.drafters[name].unread or not state.output_ids
         if not self.drafters[name].paced:
             grant = DraftGrant((1,))
-        elif load.schedule == "parallel" and (read or not unread):
+        elif load.schedule == "parallel" and (max_read or not unread):
             grant = self.policy.grant(load, hit=hit)
         else:
             return DraftGrant()
         room = max(0, self.limits.max_lead - state.drafters[name].lead(state.tree))
-        return grant._replace(widths=grant.widths[:room], read=read)
+        return grant._replace(widths=grant.widths[:room], max_read=max_read)
 
-    def _reading(self, state: RequestState, name: str, load: Load) -> int:
+    def _read_budget(self, state: RequestState, name: str, load: Load) -> int:
         """Return how many tokens of the text a step of a drafter may read; 0 once it has read in this round."""
         drafter = state.drafters[name]
         if drafter.exhausted or not self.drafters[name].paced:
             return 0
-        return self.policy.reading(load, drafter.unread, len(state.output_ids), state.tokens_left)
+        return self.policy.read_budget(load, drafter.unread, len(state.output_ids), state.tokens_left)
 
     def open_windows(
         self, states: Sequence[RequestState], loads: Sequence[Load], step_id: int, now: float
@@ -164,4 +165,4 @@ class Query:
 def grow(state: RequestState, name: str, grant: DraftGrant) -> m.Grow:
     """Grant draft steps to a drafter."""
     state.drafters[name].granted += len(grant.widths)
-    return m.Grow(name, state.request.request_id, grant.widths, grant.min_chance, grant.read)
+    return m.Grow(name, state.request.request_id, grant.widths, grant.min_chance, grant.max_read)

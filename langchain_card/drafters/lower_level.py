@@ -133,7 +133,7 @@ class LowerLevel:
             if not unfinished:
                 break
             budgets = [
-                Budget(each.wanted.request_id, ahead=each.wanted.ahead, whole=True, read=MAX_READ)
+                Budget(each.wanted.request_id, ahead=each.wanted.ahead, whole=True, max_read=MAX_READ)
                 for each in unfinished
             ]
             proposals = self.drafter.step(budgets)

@@ -209,7 +209,7 @@ class ModelDrafter:
         reading, read = 0.0, 0
         if len(unread) > CATCH_UP_ROWS:
             begun, read = time.perf_counter(), len(unread) - 1
-            read = read if budget.read is None else min(read, budget.read)
+            read = read if budget.max_read is None else min(read, budget.max_read)
             self._runner.prefill(cache, unread[:read])
             unread, reading = unread[read:], time.perf_counter() - begun
             if len(unread) > CATCH_UP_ROWS:

@@ -52,7 +52,7 @@ class DraftWorker:
         self.begun: dict[int, Begin] = {}
         self.granted: dict[int, tuple[int, ...]] = {}
         self.min_chance: dict[int, float] = {}
-        self.read: dict[int, int] = {}
+        self.max_read: dict[int, int] = {}
         self._unread: dict[int, int] = {}  # tokens of each text that are left to read, as far as is known
         self.applied: dict[int, int] = {}
         self._watch = StepWatch(time.monotonic)
@@ -88,17 +88,17 @@ class DraftWorker:
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
                 self.granted[request_id] += widths
-                self.min_chance[request_id], self.read[request_id] = command.min_chance, command.read
+                self.min_chance[request_id], self.max_read[request_id] = command.min_chance, command.max_read
             case End(_, request_id) if request_id in self.begun:
                 del self.granted[request_id], self.begun[request_id], self.applied[request_id]
                 self._unread.pop(request_id, None)
                 self.min_chance.pop(request_id, None)
-                self.read.pop(request_id, None)
+                self.max_read.pop(request_id, None)
                 self.drafter.end(request_id)
 
     def _step(self, request_ids: Collection[int]) -> bool:
         budgets = [
-            Budget(request_id, widths[0], self.min_chance[request_id], read=self.read[request_id])
+            Budget(request_id, widths[0], self.min_chance[request_id], max_read=self.max_read[request_id])
             for request_id, widths in self.granted.items()
             if widths and request_id in request_ids
         ]
@@ -118,7 +118,7 @@ class DraftWorker:
         size = 0
         for budget in budgets:
             unread = self._unread.get(budget.request_id, 0)
-            size += budget.width + (unread if budget.read is None else min(unread, budget.read))
+            size += budget.width + (unread if budget.max_read is None else min(unread, budget.max_read))
         try:
             with self._watch.step(size):
                 proposals = self._usable(budgets, self.drafter.step(budgets))

@@ -109,15 +109,15 @@ class DrafterContract:
             assert one == other, f"proposal {n} differs between two runs of the same calls: {one} and {other}"
 
     def test_it_reads_no_more_than_it_may(self) -> None:
-        """A text that is read in slices (`Budget.read`) gives the candidates of one that is read at once."""
+        """A text that is read in slices (`Budget.max_read`) gives the candidates of one that is read at once."""
         for text, _ in self._each_text():
             drafter, fresh = self.fresh(), self.fresh()
             if drafter.paced:  # others read no text in their steps
                 run = RequestRun(drafter, text, VOCAB)
-                proposal, left = run.step(read=0), list[int]()
+                proposal, left = run.step(max_read=0), list[int]()
                 while proposal.unread:
                     left.append(proposal.unread)
-                    proposal = run.step(read=SLICE)
+                    proposal = run.step(max_read=SLICE)
                     assert proposal.unread in (0, left[-1] - proposal.read) and proposal.unread < left[-1], (
                         f"unread = {proposal.unread} after {left[-1]}, with read = {proposal.read}: each step must "
                         "read, and unread must fall by what it reads, or to 0 if the rest is read while drafting"

@@ -156,9 +156,9 @@ class RequestRun:
         """Tokens of the answer that the drafter is known to have applied."""
         return max((p.applied_len for p in self.proposals), default=0)
 
-    def step(self, width: int = 4, read: int | None = None) -> Proposal:
+    def step(self, width: int = 4, max_read: int | None = None) -> Proposal:
         """Take one step for this request alone, which reads so many tokens of the text at most."""
-        proposals = self.drafter.step([Budget(self.request_id, width, read=read)])
+        proposals = self.drafter.step([Budget(self.request_id, width, max_read=max_read)])
         assert isinstance(proposals, list), f"step returned {proposals!r}: it must return a list of Proposal"
         assert len(proposals) == 1, (
             f"step returned {len(proposals)} proposals for one request: it must return one, perhaps without nodes"
@@ -169,8 +169,8 @@ class RequestRun:
             f"forwarded = {proposal.forwarded}, elapsed = {proposal.elapsed}: both must be above 0 in a proposal of a "
             "paced drafter, because the engine weighs what a step costs"
         )
-        assert read is None or proposal.read <= read, (
-            f"read = {proposal.read}: it must be at most {read}, the `read` of the budget"
+        assert max_read is None or proposal.read <= max_read, (
+            f"read = {proposal.read}: it must be at most {max_read}, the `max_read` of the budget"
         )
         self.proposals.append(proposal)
         return proposal

@@ -233,9 +233,9 @@ def test_a_draft_that_saves_little_of_a_long_text_does_not_read_it() -> None:
     policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential", 1, 8000)
     for _ in range(2):
         policy.observe_reading(load, 100, 0.1)
-    assert policy.reading(load, 1000, 20, 60), "it would save what it saves of short texts"
+    assert policy.read_budget(load, 1000, 20, 60), "it would save what it saves of short texts"
     observe(policy, load, 0.30, 2.4, 0.29)
-    assert not policy.reading(load, 1000, 20, 60)
+    assert not policy.read_budget(load, 1000, 20, 60)
 
 
 def test_auto_does_not_change_for_little() -> None:
@@ -270,7 +270,7 @@ def test_reading_never_comes_to_a_halt() -> None:
     """Small steps cost more for each token, and dearer tokens made the next step smaller: it ended with one token."""
     controller, load, unread, steps = Controller(shared_device=True), Load("sequential", 6), 1000, 0
     controller.observe_pass(load, 6, 6, 6, 0.08, None)
-    while unread and (read := controller.reading(load, unread, 50, 500)):
+    while unread and (read := controller.read_budget(load, unread, 50, 500)):
         read = min(read, unread)
         controller.observe_reading(load, read, 0.012 + 0.001 * read)
         unread, steps = unread - read, steps + 1

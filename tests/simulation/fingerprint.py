@@ -106,7 +106,7 @@ def _draft(draft: Draft, name: str, states: dict[int, RequestState]) -> Any:
         begun, leave = draft.worker.begun[request_id], draft.worker.granted[request_id]
         shape = (tuple(tree.parents), tuple(tree.tokens), tree.root, tuple(sorted(tree.open)), tree.published)
         epoch = against(request_id, begun.incarnation, tree.epoch)
-        unread, read = draft.drafter.unread[request_id], draft.worker.read.get(request_id, 0)
+        unread, read = draft.drafter.unread[request_id], draft.worker.max_read.get(request_id, 0)
         trees.append((request_id, epoch, shape, len(tree.output_ids), leave, unread, read))
     outbox = [
         (p.request_id, relative, *_proposal(p))
@@ -128,7 +128,7 @@ def _command(command: Any) -> Any:
         case m.Correct(_, request_id, start, token_ids):
             return ("correct", request_id, start, len(token_ids))
         case m.Grow(_, request_id, widths):
-            return ("grow", request_id, widths, command.read)
+            return ("grow", request_id, widths, command.max_read)
         case m.End(_, request_id):
             return ("end", request_id)
 

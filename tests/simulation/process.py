@@ -34,7 +34,7 @@ class Draft:
         copied.worker.begun |= self.worker.begun
         copied.worker.granted |= self.worker.granted
         copied.worker.min_chance |= self.worker.min_chance
-        copied.worker.read |= self.worker.read
+        copied.worker.max_read |= self.worker.max_read
         copied.worker.applied |= self.worker.applied
         copied.inbox += self.inbox
         copied.outbox += self.outbox

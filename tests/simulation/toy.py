@@ -201,7 +201,7 @@ class ToyDrafter:
         steps = list[DraftStep]()
         for budget in known:
             tree, unread = self.trees[budget.request_id], self.unread[budget.request_id]
-            read[budget.request_id] = unread if budget.read is None else min(unread, budget.read)
+            read[budget.request_id] = unread if budget.max_read is None else min(unread, budget.max_read)
             self.unread[budget.request_id] = unread = unread - read[budget.request_id]
             planned = DraftStep.plan(tree, budget, (tree.tokens[tree.root],), _in_vocabulary)
             steps.append(DraftStep(tree, budget) if unread else planned)
@@ -264,7 +264,7 @@ class FixedPolicy:
         """Grant the fixed steps; a single one unless the schedule is `parallel`."""
         return DraftGrant(self._widths if load.schedule == "parallel" else (1,))
 
-    def reading(self, load: Load, unread: int, written: int, left: int) -> int:
+    def read_budget(self, load: Load, unread: int, written: int, left: int) -> int:
         """Read the fixed number of tokens at a time."""
         return self._read if written or not self._late else 0
 

@@ -230,7 +230,7 @@ class Slicing(Echo):
         self.__dict__.setdefault("unread", {})[request.request_id] = len(request.prompt_ids)
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
-        bounds = {budget.request_id: budget.read for budget in budgets}
+        bounds = {budget.request_id: budget.max_read for budget in budgets}
         return [self.sliced(proposal, bounds[proposal.request_id]) for proposal in super().step(budgets)]
 
     def sliced(self, proposal: Proposal, bound: int | None) -> Proposal:
@@ -311,7 +311,7 @@ BROKEN: dict[Any, dict[str, str]] = {
     Numbered: {VALID: "epoch 0 has .* nodes, so the next number is .*; or raise epoch"},
     Lazy: {ONE_EACH: "it must return one for each known request"},
     Clinging: {UNKNOWN: "applied_len"},
-    Gulping: {SLICES: "it must be at most 0, the `read` of the budget"},
+    Gulping: {SLICES: "it must be at most 0, the `max_read` of the budget"},
     Hasty: {SLICES: "nothing may be proposed before all of the text is read"},
     Stuck: {SLICES: "each step must read, and unread must fall by what it reads"},
     Miscounting: {SLICES: "each step must read, and unread must fall by what it reads"},
