@@ -67,9 +67,9 @@ contest: setup ## docs/performance.md: this engine against others on a virtual c
 	@$(BIN)/python -m benchmarks.contest --json docs/performance.json --plot docs/performance.png
 	@$(BIN)/python -m benchmarks.contest.tables
 
-long-texts: setup ## docs/performance.md: this engine, llama.cpp and OpenVINO on long texts (hours; needs both packages)
+long-texts: setup ## docs/performance.md: this engine, llama.cpp and OpenVINO on long texts (half an hour; needs both packages)
 	@$(BIN)/langchain-card bench --context 300 1000 3000 7000 --answer 16 64 256 --methods card llama-cpp openvino \
-		--repeat 3 --json docs/long_texts.json --plot docs/long_texts.png
+		--json docs/long_texts.json --plot docs/long_texts.png
 	@$(BIN)/python benchmarks/long_texts.py
 
 notebooks: setup ## execute the cookbook and store its outputs

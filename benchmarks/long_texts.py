@@ -30,7 +30,9 @@ def section(found: dict[str, Any]) -> str:
     weights = "; ".join(f"`{name}`: {words}" for name, words in found["weights"].items())
     return "\n\n".join(
         (
-            "<!-- runs: not in CI, needs the built-in pair and hours -->\n```console\n$ " + found["command"] + "\n```",
+            "<!-- runs: not in CI, needs the built-in pair and half an hour -->\n```console\n$ "
+            + found["command"]
+            + "\n```",
             f"Measured on {machine['processor']}, {machine['cores']} cores, {machine['memory']} ({versions}).",
             markdown_table([*table(results, texts)]),
             "![Whole time and speed by the length of the text, a column per length of answer](long_texts.png)",

@@ -198,8 +198,8 @@ class EngineConfig:
         stack: drafters below the draft model, from the top, each queried by the one above it: names of models; the last
             may be a drafter that needs none, such as `"ngram"`. With `"ngram?block=12"` the one above requests twelve
             candidates at a time. `langchain-card plan` measures which stack pays.
-        draft_context: tokens at the end of a text that draft models read, at least, and up to half as many more; None
-            for all. A long text is then read quickly, and the answer is the same.
+        draft_context: tokens at the end of a text that draft models read, besides its first four, and up to half as
+            many more; None for all. A long text is then read quickly, and the answer is the same.
         prefix_cache: where the target keeps beginnings of texts, so that they are not read again: in `"memory"`, those
             of the last requests; or also in a `"folder"` on disk, of at most `limits.max_prefix_bytes`, where later
             processes find them. The answer is the same.

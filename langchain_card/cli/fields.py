@@ -39,7 +39,7 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
         type=_tokens_or_all,
         default=EngineConfig().draft_context,
         metavar="TOKENS",
-        help="tokens at the end of a text that draft models read, or all (%(default)s)",
+        help="tokens at the end of a long text that draft models read, or all (%(default)s)",
     )
     kept = "where beginnings of texts are kept: in memory (default), or also in a folder for later processes"
     parser.add_argument("--prefix-cache", default="memory", choices=PREFIX_CACHES, help=kept)

@@ -94,7 +94,7 @@ class Controller:
             return self._try(positions)
         if num_seqs == before == 1 and current is not None:
             return current  # a trial lasts for a whole answer
-        expected = {schedule: self.seconds_a_token(Load(schedule, num_seqs, positions)) for schedule in self.trials}
+        expected = self._expected(num_seqs, positions)
         if not all(expected.values()):
             return "sequential" if num_seqs > 1 or current is None else current
         if current in expected:
@@ -102,13 +102,25 @@ class Controller:
         return min(self.trials, key=expected.__getitem__)
 
     def _try(self, positions: int) -> Schedule:
-        expected = {schedule: self.seconds_a_token(Load(schedule, 1, positions)) for schedule in self.trials}
+        expected = self._expected(1, positions)
         chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, expected[schedule]))
         for schedule, trial in self.trials.items():
             trial.seen() if schedule == chosen else trial.missed()
         return chosen
 
-    def seconds_a_token(self, load: Load) -> float:
+    def _expected(self, num_seqs: int, positions: int) -> dict[Schedule, float]:
+        """Return the expected time per token under both schedules, by step times of one load that both have run.
+
+        The step times of a short text under one schedule say nothing about those of a long text under the other.
+        """
+        loads = [Load(schedule, num_seqs, positions) for schedule in self.trials]
+        common = set.intersection(*({key[1:] for key in self._measured(schedule)} for schedule in self.trials))
+        nearest = min(common, key=lambda key: _distance(key, loads[0]), default=None)
+        keys = [None if nearest is None else (schedule, *nearest) for schedule in self.trials]
+        costs = [None if key is None else self.costs[key] for key in keys]
+        return {load.schedule: self.seconds_a_token(load, own) for load, own in zip(loads, costs, strict=True)}
+
+    def seconds_a_token(self, load: Load, costs: CostModel | None = None) -> float:
         """Return the expected time per token of all answers, from step times alone; 0 before they were measured.
 
         Texts differ more than schedules do, so comparing the speeds of two answers would tell little. The model: a pass
@@ -116,7 +128,7 @@ class Controller:
         own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it.
         """
         (schedule, num_seqs, _), right = load, min(self.usual_hits.value, 0.99)
-        costs = self.costs.get(_key(load)) or self._new_costs(load)
+        costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
         if not costs.known:
             return 0.0
         step = costs.draft.at(num_seqs)
@@ -270,11 +282,19 @@ class Controller:
 
     def _new_costs(self, load: Load) -> CostModel:
         """Make the cost model of a new load, with the step times of the load that is most like it."""
-        _, size, length = _key(load)
-        alike = [key for key, costs in self.costs.items() if key[0] == load.schedule and costs.known]
-        nearest = min(alike, key=lambda key: (abs(key[1] - size), abs(key[2] - length)), default=None)
+        nearest = min(self._measured(load.schedule), key=lambda key: _distance(key[1:], load), default=None)
         return CostModel(load.num_seqs, None if nearest is None else self.costs[nearest])
+
+    def _measured(self, schedule: Schedule) -> list[tuple[Schedule, int, int]]:
+        """Return the keys of the loads whose steps were measured under a schedule."""
+        return [key for key, costs in self.costs.items() if key[0] == schedule and costs.known]
 
 
 def _key(load: Load) -> tuple[Schedule, int, int]:
     return load.schedule, load.num_seqs.bit_length(), (load.positions // LENGTH_CLASS).bit_length()
+
+
+def _distance(key: tuple[int, int], load: Load) -> tuple[int, int]:
+    """Return how unlike a load and that of a key are: in requests first, then in length."""
+    _, size, length = _key(load)
+    return abs(key[0] - size), abs(key[1] - length)

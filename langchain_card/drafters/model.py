@@ -101,7 +101,7 @@ class ModelDrafter:
     Args:
         runner: the draft model's.
         vocab_size: ids at and above it are never proposed (heads may be padded beyond the target's).
-        context: tokens at the end of a text that are read, at least; None for all.
+        context: tokens at the end of a text that are read, at least, besides its first; None for all.
         num_children: children published per expanded node.
         constrain: opens a grammar at the start of an answer; without it, candidates may break the grammar.
         vocabulary: maps the vocabulary of a draft that does not share the target's. Only the model reads ids of the

@@ -7,10 +7,10 @@ a system prompt as often as there are texts, and would be written anew for each 
 ```
 <folder>/secret               key of all hashes, made by the first process
 <folder>/<name>.safetensors   a block and its checksum
-<folder>/<name>.tmp           the same while it is written, under a lock between processes: without it, a leftover
+<folder>/<name>-<random>.tmp  the same while it is written; an old one is left over from a process that died
 ```
 
-No process waits long for another one: a text is left out if the lock is not free soon, or if the end comes before it.
+There is no lock, so that no process waits for another one: a file appears whole, with the same content from all.
 
 The first name is a hash of the tenant and of everything that keys and values depend on besides the text. So a block is
 never found for another tenant, other weights or another number format.
@@ -43,7 +43,7 @@ from langchain_card import runtime
 from langchain_card._version import __version__
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
-from langchain_card.models.files import MARGIN, Silent, locked
+from langchain_card.models.files import MARGIN
 from langchain_card.models.loader import ModelSpec
 from langchain_card.models.store import file_state
 from langchain_card.runtime.kv_cache import KVCache
@@ -58,11 +58,11 @@ BLOCK = 256
 LEAST_TOKENS = 1024
 """Length from which on texts are written; shorter ones are read quickly."""
 
-LOCK_SECONDS = 0.5
-"""Time that the writer waits for another process."""
-
 CLOSE_SECONDS = 1.5
-"""Time for queued texts at the end, which an isolated engine has before it is killed (`child_process.END_SECONDS`)."""
+"""Time in which queued texts are written at the end."""
+
+LEFTOVER_SECONDS = 60.0
+"""Age from which on a temporary file is left over; a block is written in milliseconds."""
 
 _LAYOUT = 1  # raise it if the contents of a file change
 _CHECKSUM = "checksum"
@@ -135,9 +135,11 @@ class PrefixFolder:
             self._deadline = time.monotonic() + CLOSE_SECONDS
             self._changed.notify()
         self._writer.join(2 * CLOSE_SECONDS)
-        if self._num_lost or self._writer.is_alive():
-            reason = "another process held its lock, or the engine was closed before they were written"
-            log.warning("at least %s tokens are not kept in %s: %s", f"{self._num_lost:,}", self._folder, reason)
+        if self._writer.is_alive():
+            log.warning("a text is not kept in %s: its disk took too long", self._folder)
+        elif self._num_lost:
+            reason = "the engine was closed before they were written"
+            log.warning("%s tokens are not kept in %s: %s", f"{self._num_lost:,}", self._folder, reason)
 
     def _files(self, tenant: str, token_ids: Sequence[int]) -> Iterator[Path]:
         """Yield the files of a text's whole blocks, in order."""
@@ -180,7 +182,7 @@ class PrefixFolder:
         return None
 
     def _write_texts(self) -> None:
-        with self._reported(), self._locked():
+        with self._reported():
             self._make_room(0)
         while (text := self._next()) is not None:
             with self._reported():
@@ -199,8 +201,6 @@ class PrefixFolder:
         """Log failures, of several in a row the first."""
         try:
             yield
-        except TimeoutError as error:  # the next text may be luckier
-            log.debug("%s", error)
         except Exception as error:
             if not self._failing:
                 log.warning("no prefixes are kept in %s until that works again: %r", self._folder, error)
@@ -211,67 +211,55 @@ class PrefixFolder:
 
         Later blocks count as used earlier, so that a text loses its end first.
         """
-        files, now, room = [*self._files(tenant, token_ids)], time.time_ns(), None
+        files, now = [*self._files(tenant, token_ids)], time.time_ns()
         for n, file in enumerate(files):
             if not file.exists():
                 if len(token_ids) < LEAST_TOKENS:
                     return
                 if time.monotonic() >= self._deadline:
-                    self._num_lost += BLOCK * (len(files) - n)
+                    self._num_lost += BLOCK * sum(not file.exists() for file in files)
                     return
                 end = (n + 1) * BLOCK
                 if (block := cache.read(end - BLOCK, token_ids[:end], tenant)) is None:
                     return
                 content = safetensors.save({**block, _CHECKSUM: self._checksum(file, block)})
-                try:
-                    with self._locked():
-                        self._check_secret()
-                        if room is None:
-                            num_absent = sum(not file.exists() for file in files)
-                            room = self._make_room(len(content) * num_absent, keep=files)
-                        if (room := room - len(content)) < 0:
-                            return
-                        _replace(file, content)
-                except TimeoutError:
-                    self._num_lost += BLOCK * (len(files) - n)
-                    raise
+                self._check_secret()
+                if not self._make_room(len(content), keep=files):
+                    return
+                _write_file(file, content)
                 self._failing = False
             with contextlib.suppress(FileNotFoundError):  # found damaged, or deleted for other texts
                 os.utime(file, ns=(now - n * 1000, now - n * 1000))
 
-    def _make_room(self, size: int, keep: Iterable[Path] = ()) -> int:
-        """Delete leftovers, and the blocks unused longest until `size` bytes fit, or all that may beside those to keep.
+    def _make_room(self, size: int, keep: Iterable[Path] = ()) -> bool:
+        """Delete leftovers, and the blocks unused longest until `size` bytes fit and `MARGIN` of the disk stays free.
 
         Returns:
-            The bytes that fit, `size` at most. `MARGIN` of the disk stays free beside them.
+            Whether they fit beside the files to keep; else no block is deleted.
         """
-        blocks = []
-        for file in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another process may delete a damaged one
-                if file.suffix == ".tmp":
-                    file.unlink()
-                elif file.suffix == ".safetensors":
-                    status = file.stat()
-                    blocks.append((status.st_mtime_ns, status.st_size, file))
+        blocks, old = [], time.time() - LEFTOVER_SECONDS
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # another process may delete it
+                status = entry.stat()
+                if entry.name.endswith(".safetensors"):
+                    blocks.append((status.st_mtime_ns, status.st_size, Path(entry)))
+                elif entry.name.endswith(".tmp") and status.st_mtime < old:
+                    os.unlink(entry)
         kept, used = {*keep}, sum(length for _, length, _ in blocks)
         limit = min(self._max_bytes, used + shutil.disk_usage(self._folder).free - MARGIN)
-        size = max(0, min(size, limit - sum(length for _, length, file in blocks if file in kept)))
+        if limit - sum(length for _, length, file in blocks if file in kept) < size:
+            return False
         for _, length, file in sorted(blocks):
             if limit - used < size and file not in kept:
                 file.unlink(missing_ok=True)
                 used -= length
-        return size
+        return True
 
     def _check_secret(self) -> None:
         """Raise if the folder was deleted: files under an old secret would be found by this process alone."""
         secret = self._folder / "secret"
         if not secret.exists() or secret.read_bytes() != self._secret:
             raise FileNotFoundError("it was deleted while this process ran; start the process again")
-
-    def _locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock of the folder, which the model store takes to delete it."""
-        seconds = min(LOCK_SECONDS, self._deadline - time.monotonic())
-        return locked(self._folder.parent / "locks" / f"{self._folder.name}.lock", Silent(), seconds)
 
 
 def dependencies(spec: ModelSpec, config: EngineConfig) -> str:
@@ -298,24 +286,30 @@ def _source_hash(folder: Path) -> str:
 
 
 def _shared_secret(file: Path) -> bytes:
-    """Return the secret in a file; the first of several processes makes it, and the others do not wait."""
+    """Return the secret in a file; the first of several processes makes it."""
     if file.exists() and file.stat().st_size != _SECRET_BYTES:
         file.unlink(missing_ok=True)
     if not file.exists():
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="secret-") as handle:  # of this user alone
-            handle.write(secrets.token_bytes(_SECRET_BYTES))
-            handle.flush()
+        with _temporary(file) as temporary:
+            temporary.write_bytes(secrets.token_bytes(_SECRET_BYTES))
             with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(handle.name, file)
+                os.link(temporary, file)
     return file.read_bytes()
 
 
-def _replace(file: Path, content: bytes) -> None:
-    """Write a file that this user alone can read, at once or not at all."""
-    temporary = file.with_suffix(".tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as handle:
-            handle.write(content)
+def _write_file(file: Path, content: bytes) -> None:
+    """Write a file at once or not at all."""
+    with _temporary(file) as temporary:
+        temporary.write_bytes(content)
         temporary.replace(file)
+
+
+@contextlib.contextmanager
+def _temporary(file: Path) -> Iterator[Path]:
+    """Make an empty file beside another one, which this user alone can read, and remove it unless it was renamed."""
+    descriptor, name = tempfile.mkstemp(".tmp", f"{file.stem}-", file.parent)
+    os.close(descriptor)
+    try:
+        yield Path(name)
     finally:
-        temporary.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from langchain_card.core.messages import ROOT, Begin, Reading, TokenLogprob, Verdict, Window
 from langchain_card.core.walk import AcceptanceRule, ExactRule, mismatches
-from langchain_card.engine.prefix_folder import PrefixFolder
+from langchain_card.engine.prefix_folder import BLOCK, PrefixFolder
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Constraint, Steering
 from langchain_card.runtime.guide import Guide
@@ -23,7 +23,7 @@ from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import Sampler, token_logprobs
 
 LOAD_BLOCKS = 4
-"""Blocks of prefixes that one pass loads, which take about as long as the pass itself."""
+"""Blocks of prefixes that one pass loads if other sequences wait for it: some 30 ms of the built-in target's."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class TargetWorker:
 
     A pass verifies the windows of all sequences whose text was read, and fills the rest of the row budget with unread
     text, oldest first. A window is verified in the pass that reads the last of the text before it. What a folder holds
-    of a text is loaded before the text is read, a few blocks a pass, so that the other sequences go on.
+    of a text is loaded before the text is read, a few blocks a pass if other sequences go on meanwhile.
 
     Args:
         runner: of the target; its scratch slots bound the rows of a window.
@@ -137,26 +137,18 @@ class TargetWorker:
         due = [(self._sequences[request_id], window) for request_id, window in self._windows.items()]
         for sequence, window in due:
             sequence.advance(window, in_place=self._in_place)
-        self._load(sequence for sequence, _ in due)
+        self._set_threads("parallel" if any(window.drafting for _, window in due) else "sequential")
+        started, read = time.perf_counter(), self._load([sequence for sequence, _ in due])
         texts, verified = self._share_out([pair for pair in due if pair[0].loading is None])
-        drafting = any(window.drafting for _, window in due)
-        verdicts = self._step(texts, verified, drafting=drafting) if texts or verified else []
-        open_windows = self._windows.items()
-        return [*verdicts, *(self._sequences[request_id].reading(window) for request_id, window in open_windows)]
-
-    def _step(self, texts: list[Rows], verified: list[_Due], *, drafting: bool) -> list[Verdict]:
-        """Read texts and verify windows, which are open no longer."""
-        self._set_threads("parallel" if drafting else "sequential")
-        started = time.perf_counter()
         logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
         if self._steering is not None and verified:
             histories = [history for pair in verified for history in _histories(*pair)]
             logits = apply_steering(self._steering, logits, histories)
         target_ids, closed, logprobs = _choose(verified, logits)
         measured = self._measured(verified, logits, target_ids)
-        read = sum(len(rows.token_ids) for rows in texts)
+        read += sum(len(rows.token_ids) for rows in texts)
         per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
-        verdicts = []
+        verdicts = list[Verdict | Reading]()
         for i, (sequence, window) in enumerate(verified):
             verdicts.append(
                 Verdict(
@@ -174,7 +166,8 @@ class TargetWorker:
             )
             sequence.verified, sequence.cached = window, 0
             del self._windows[window.request_id]
-        return verdicts
+        open_windows = self._windows.items()
+        return [*verdicts, *(self._sequences[request_id].reading(window) for request_id, window in open_windows)]
 
     def _open(self, begin: Begin) -> _Sequence:
         text = (*begin.request.prompt_ids, *begin.output_ids)
@@ -187,15 +180,21 @@ class TargetWorker:
         loading = None if self._prefixes is None else self._prefixes.load(cache, text[:-1])
         return _Sequence(begin, cache, sampler, loading, known=cache.length, cached=cache.length)
 
-    def _load(self, sequences: Iterable[_Sequence]) -> None:
-        """Load the next blocks of texts, `LOAD_BLOCKS` in all, of the oldest text first."""
-        room = LOAD_BLOCKS
+    def _load(self, sequences: Sequence[_Sequence]) -> int:
+        """Load the next blocks of texts, of the oldest text first; return how many tokens.
+
+        There are `LOAD_BLOCKS` in all, or more until one of the sequences has something for the model to do.
+        """
+        loaded = 0
         for sequence in sequences:
-            while room and sequence.loading is not None:
+            while sequence.loading is not None:
+                if loaded >= LOAD_BLOCKS * BLOCK and any(other.loading is None for other in sequences):
+                    return loaded
                 if (length := next(sequence.loading, None)) is None:
                     sequence.loading = None
                 else:
-                    sequence.cached, room = length, room - 1
+                    sequence.cached, loaded = length, loaded + BLOCK
+        return loaded
 
     def _rows(self, sequence: _Sequence, window: Window) -> Rows:
         first = sequence.first_slot(window, in_place=self._in_place)

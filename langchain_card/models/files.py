@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,6 @@ from langchain_card.errors import DiskSpaceError
 
 INT8_FORMAT = "langchain-card-int8-rotated"  # `format` in the metadata of our int8 files
 MARGIN = 64 << 20  # bytes left free beside every estimate: tokenizer, config, other programs
-_LOCK_POLL_SECONDS = 0.02
 
 
 class Progress(Protocol):
@@ -41,28 +38,17 @@ class Silent:
 
 
 @contextmanager
-def locked(path: Path, progress: Progress, seconds: float = math.inf) -> Iterator[None]:
-    """Hold an exclusive lock between processes. The kernel releases it when its process dies.
-
-    Raises:
-        TimeoutError: another process held it for `seconds`.
-    """
+def locked(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold an exclusive lock between processes. The kernel releases it when its process dies."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as handle:
-        until, waits = time.monotonic() + seconds, False
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    raise TimeoutError(f"{path} is locked by another process") from None
-            if not waits:
-                progress.update("wait for another process", 0, 0)
-            waits = True
-            time.sleep(_LOCK_POLL_SECONDS)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.update("wait for another process", 0, 0)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 

@@ -140,7 +140,8 @@ class ModelStore:
             raise UnknownModelError("model", name, "nothing of it is in the store", "see `langchain-card models list`")
         for folder in folders:
             with self._lock(folder.name, Silent()):
-                shutil.rmtree(folder, ignore_errors=True)
+                for _ in range(2):  # a process that writes a prefix meanwhile misses the secret next
+                    shutil.rmtree(folder, ignore_errors=True)
             if folder.exists():
                 raise ModelStoreError("model", name, "could not be deleted", f"delete {folder} by hand")
 

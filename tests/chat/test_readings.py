@@ -113,6 +113,24 @@ def test_a_call_that_was_refused_gets_no_events_of_a_later_one(model: CARDChatMo
     assert seen.data == []
 
 
+@pytest.mark.parametrize("call", ["ainvoke", "astream"])
+def test_nor_does_one_on_an_event_loop(model: CARDChatModel, call: str) -> None:
+    seen = SeenOnLoop()
+    wrong: dict[str, Any] = {"config": {"callbacks": [seen]}, "top_p": 7.0}
+
+    async def calls() -> None:
+        with pytest.raises(InvalidInputError):
+            if call == "ainvoke":
+                await model.ainvoke("Q", **wrong)
+            async for _ in model.astream("Q", **wrong):
+                pass
+        async for _ in model._astream([HumanMessage(long())]):
+            pass
+
+    asyncio.run(calls())
+    assert seen.data == []
+
+
 def test_a_chain_reports_in_its_event_stream(model: CARDChatModel) -> None:
     async def events() -> list[Any]:
         chain = ChatPromptTemplate.from_messages([("human", "{text}")]) | model

@@ -224,6 +224,7 @@ def test_long_texts_have_step_times_of_their_own() -> None:
     policy, long = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.03), hits=9), 8000
     assert policy.auto(1, None, 100) == policy.auto(1, None, long) == "parallel", "as short ones, before any was seen"
     observe(policy, Load("parallel", 1, long), 0.60, 1.0, 0.02)
+    assert policy.auto(1, None, long) == "parallel", "short texts say nothing about the other schedule"
     observe(policy, Load("sequential", 1, long), 0.30, 0.4, 0.03)
     assert policy.auto(1, None, 100) == "parallel"
     assert policy.auto(1, None, long) == "sequential"

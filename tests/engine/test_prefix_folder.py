@@ -22,6 +22,7 @@ import torch
 from langchain_card import runtime
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
+from langchain_card.engine import prefix_folder
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS, _source_hash, dependencies
 from langchain_card.models.loader import resolve
@@ -227,6 +228,7 @@ def test_a_text_that_was_overwritten_is_not_read() -> None:
 
 def write(target: str) -> None:
     """Run in a process of its own."""
+    prefix_folder.CLOSE_SECONDS = 60.0
     answer(folder_config(target), PROMPT)
 
 
@@ -268,9 +270,6 @@ def test_a_process_that_is_killed_while_it_writes(target: str, folder: Path, cap
     child = start(write_until_killed, target)
     child.communicate(timeout=200)
     assert child.returncode == -signal.SIGKILL and len(blocks(folder)) == 2 and [*folder.glob("*.tmp")]
-    with caplog.at_level(logging.WARNING), Engine(folder_config(target)):
-        pass
-    assert not [*folder.glob("*.tmp")]
     assert answer(folder_config(target), PROMPT) == (expected, 2 * BLOCK)
     assert answer(folder_config(target), PROMPT) == (expected, WHOLE) and not caplog.messages
 

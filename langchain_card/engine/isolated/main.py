@@ -48,7 +48,7 @@ def _serve(wire: Wire) -> None:
     while (message := wire.receive()) is not None:
         _handle(message, engine, wire)
     if load.config.prefix_cache == "folder":
-        engine.close()  # which writes queued texts, and ends before the parent kills this process
+        engine.close()  # which writes queued texts
 
 
 def _handle(message: Any, engine: Engine, wire: Wire) -> None:

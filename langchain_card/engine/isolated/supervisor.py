@@ -26,6 +26,8 @@ from langchain_card.ports import Clock, Consumer, Health
 log = logging.getLogger(__name__)
 
 NAME = "engine process"
+END_SECONDS = 5.0
+"""Time for the engine to end: for the pass in hand, and for texts that it writes (`prefix_folder.CLOSE_SECONDS`)."""
 
 
 class Supervisor:
@@ -321,6 +323,7 @@ def start_engine(
         outbox=_FrameQueue(),
         on_message=on_message,
         on_death=on_death,
+        end_seconds=END_SECONDS,
     )
 
 

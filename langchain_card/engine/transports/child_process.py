@@ -21,7 +21,7 @@ from langchain_card.errors import CARDError, EngineError
 log = logging.getLogger(__name__)
 
 END_SECONDS = 2.0
-"""Time for a process to end by itself before it is killed."""
+"""Time for a process to end by itself before it is killed, if it has nothing to write."""
 PARENT_POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
 
@@ -48,6 +48,7 @@ class ChildProcess:
         on_message: takes the messages of the process, in order, except `Logged` (logged here) and `Failed` (a death).
         on_death: called once, after the last message, unless `close` ended the process: it was killed, it raised, it
             sent a malformed message, or a message could not be sent to it.
+        end_seconds: time for it to end by itself before it is killed.
 
     Raises:
         EngineError: no process could be started.
@@ -65,7 +66,9 @@ class ChildProcess:
         outbox: MessageQueue[Any],
         on_message: Callable[[Any], None],
         on_death: Callable[[BaseException], None],
+        end_seconds: float = END_SECONDS,
     ) -> None:
+        self._end_seconds = end_seconds
         self._name, self._first, self._outbox = name, first, outbox
         self._on_message, self._on_death = on_message, on_death
         self._error: BaseException | None = None
@@ -94,7 +97,7 @@ class ChildProcess:
         self._process.kill()
 
     def close(self) -> None:
-        """End the process, with force after `END_SECONDS`. May be called twice."""
+        """End the process, with force if it takes too long. May be called twice."""
         self._closing = True
         self._outbox.close()
         self._wire.shutdown()
@@ -127,7 +130,7 @@ class ChildProcess:
             self._error = self._error or error
         self._outbox.close()
         self._wire.shutdown()  # the process ends when its connection does
-        code = _reap(self._process)
+        code = _reap(self._process, self._end_seconds)
         if not self._closing:
             self._on_death(self._error or EngineError(self._name, self.pid, *_describe_exit(code)))
 
@@ -148,10 +151,10 @@ def _spawn(module: str, name: str) -> tuple[subprocess.Popen[bytes], socket.sock
     return process, ours
 
 
-def _reap(process: subprocess.Popen[bytes]) -> int:
+def _reap(process: subprocess.Popen[bytes], seconds: float) -> int:
     """Wait for a process whose connection has ended, kill it if needed, and return its exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(END_SECONDS)
+        return process.wait(seconds)
     process.kill()
     return process.wait()
 
