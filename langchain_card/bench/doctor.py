@@ -186,17 +186,15 @@ def about_schedule(trial: Trial) -> Iterator[str]:
         + ", ".join(f"{name} {speed:.1f}" for name, speed in trial.measured.items())
         + "."
     )
-    if trial.hits is not None:
-        yield f"The draft had guessed {trial.hits:.0%} of the tokens where it had looked."
-    if not any(seconds for schedule, seconds in trial.expected.items() if schedule != "plain"):
-        return  # no expected times: there is nothing to choose
+    if trial.hits is None:
+        return  # there is nothing to choose
+    yield f"The draft had guessed {trial.hits:.0%} of the tokens where it had looked."
     expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
     where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
     yield f"{where}. By step times and hits a token costs: {expected}."
-    if not trial.expected.get(trial.chosen):
-        yield f"schedule='auto' will take {trial.chosen!r}."
-        return
-    figures = f"predicted {trial.predicted:.2f} times plain decoding, measured {trial.gain:.2f}"
+    figures = f"measured {trial.gain:.2f} times plain decoding"
+    if trial.expected.get(trial.chosen):
+        figures = f"predicted {trial.predicted:.2f} times plain decoding, measured {trial.gain:.2f}"
     yield f"schedule='auto' will take {trial.chosen!r}: {figures}."
     best = max(trial.measured, key=trial.measured.__getitem__)
     if trial.measured[best] > FAR * trial.measured[trial.chosen]:

@@ -114,7 +114,8 @@ class Controller:
         The step times of a short text under one schedule say nothing about those of a long text under the other.
         """
         loads = [Load(schedule, num_seqs, positions) for schedule in self.trials]
-        common = set.intersection(*({key[1:] for key in self._measured(schedule)} for schedule in self.trials))
+        comparable = [key for key, costs in self.costs.items() if costs.comparable]
+        common = set.intersection(*({key[1:] for key in comparable if key[0] == load.schedule} for load in loads))
         nearest = min(common, key=lambda key: _distance(key, loads[0]), default=None)
         keys = [None if nearest is None else (schedule, *nearest) for schedule in self.trials]
         costs = [None if key is None else self.costs[key] for key in keys]
@@ -125,13 +126,15 @@ class Controller:
 
         Texts differ more than schedules do, so comparing the speeds of two answers would tell little. The model: a pass
         verifies a chain of `lead` candidates, each right as often as drafts usually are. Drafting it takes time of its
-        own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it.
+        own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A draft whose reading
+        does not pay drafts nothing: the target decodes alone.
         """
         (schedule, num_seqs, _), right = load, min(self.usual_hits.value, 0.99)
         costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
-        if not costs.known:
+        if not costs.comparable:
             return 0.0
-        step = costs.draft.at(num_seqs)
+        if not (step := costs.draft.at(num_seqs)):
+            return costs.target.at(num_seqs) / num_seqs
         times = []
         for lead in range(1 if schedule == "parallel" else 0, self.limits.max_lead + 1):
             tokens = (1 - right ** (lead + 1)) / (1 - right)

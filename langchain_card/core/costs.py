@@ -180,6 +180,11 @@ class CostModel:
         """True when steps of draft and target were measured."""
         return bool(self.draft.at(1) and self.target.at(1))
 
+    @property
+    def comparable(self) -> bool:
+        """True when a time per token follows: from the steps, or from the passes of a target whose draft only read."""
+        return bool(self.target.at(1) and (self.draft.at(1) or self.read_cost.value))
+
     def draft_share(self, nodes: int) -> float:
         """Return one request's share, in seconds, of a draft step that expands `nodes` nodes for it."""
         return self.draft.at(round(self.sharing.value * nodes)) / self.sharing.value

@@ -67,6 +67,8 @@ def test_a_prediction_that_was_not_borne_out_is_told() -> None:
     assert "predicted 2.00 times plain decoding, measured 1.50" in said() and "Here 'sequential' was faster" in said()
     assert "far apart" in said(sequential=16.0) and "was faster" not in said(sequential=16.0)
     assert "far apart" not in said(sequential=16.0, parallel=18.0)
+    expected = {"plain": 0.1, "sequential": 0.06, "parallel": 0.0}
+    assert "will take 'parallel': measured 1.50 times plain decoding." in said(), "its steps were never measured"
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,18 @@ def test_a_draft_that_saves_little_of_a_long_text_does_not_read_it() -> None:
     assert not policy.read_budget(load, 1000, 20, 60)
 
 
+def test_a_schedule_whose_draft_only_read_counts_as_plain_decoding() -> None:
+    policy = Controller(shared_device=True, overlaps=True)
+    observe(policy, Load("parallel"), 0.06, 0.10, 0.02)
+    for _ in range(40):
+        policy.observe_pass(Load("sequential"), 1, 1, 1, 0.055, 0.055)
+    assert policy.auto(1, None) == "sequential", "an answer too short to draft for says nothing"
+    for _ in range(2):
+        policy.observe_reading(Load("sequential"), 100, 10.0)
+    assert policy.seconds_a_token(Load("sequential")) == pytest.approx(0.055)
+    assert policy.auto(1, None) == "parallel"
+
+
 def test_auto_does_not_change_for_little() -> None:
     policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.001), hits=9)
     better, worse = (policy.seconds_a_token(Load(schedule, 2)) for schedule in ("sequential", "parallel"))
