@@ -1,0 +1,96 @@
+"""The layout of blocks that the kernel reads: one stream for each tile of 16 outputs.
+
+A tile holds, one block of features after the other, for 16 outputs side by side: factors (float16), then in formats of
+256 features integer scales and minimums, then codes. 64 bytes of codes are 4 features of 16 outputs. A byte holds two
+codes of 4 bits: those of features 8n to 8n + 3 are its low half, the next four its high half. What codes of 5 and 6 bits
+have beyond that precedes them, in 64 bytes for each group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from langchain_card.runtime.cpu.block_formats import FORMATS, Block, Bytes, Format, empty_block, read_block
+from langchain_card.runtime.cpu.compiled import compiled
+
+TILE = 16
+_FACTORS = 64
+_BITS, _FEATURES, _GROUPS, _HAS_MIN, _SIZES = (
+    np.array(column)
+    for column in zip(*((f.bits, f.features, f.group, f.has_min, f.size) for f in FORMATS), strict=True)
+)
+
+
+def head_size(form: Format) -> int:
+    """Return the bytes of a tile's block that precede its codes."""
+    if form.features == form.group:
+        return _FACTORS if form.has_min else _FACTORS // 2
+    return _FACTORS + TILE * form.features // form.group * (2 if form.has_min else 1)
+
+
+def group_size(form: Format) -> int:
+    """Return the bytes of a group's codes in a tile."""
+    return TILE * form.group * form.bits // 8
+
+
+def block_size(form: Format) -> int:
+    """Return the bytes of a tile's block."""
+    return head_size(form) + form.features // form.group * group_size(form)
+
+
+_HEADS, _BLOCKS = (np.array([size(f) for f in FORMATS]) for size in (head_size, block_size))
+
+
+@compiled()
+def pack_tile(form: int, rows: Bytes, tile: Bytes) -> None:
+    """Lay out up to 16 outputs.
+
+    Args:
+        form: index of the format.
+        rows: [outputs, bytes] of a file.
+        tile: [blocks x `block_size`]; set to zero before.
+    """
+    block, size, out_size, head = empty_block(), _SIZES[form], _BLOCKS[form], _HEADS[form]
+    for output in range(len(rows)):
+        for i in range(rows.shape[1] // size):
+            read_block(form, rows[output, i * size : (i + 1) * size], block)
+            own = tile[i * out_size : (i + 1) * out_size]
+            _put_head(form, block, output, own)
+            _put_codes(form, block.codes, output, own[head:])
+
+
+@compiled()
+def _put_head(form: int, block: Block, output: int, own: Bytes) -> None:
+    own[2 * output], own[2 * output + 1] = block.factors[0], block.factors[1]
+    if _HAS_MIN[form]:
+        own[32 + 2 * output], own[33 + 2 * output] = block.factors[2], block.factors[3]
+    if _FEATURES[form] > _GROUPS[form]:
+        groups = _FEATURES[form] // _GROUPS[form]
+        for group in range(groups):
+            own[64 + TILE * group + output] = block.scales[group]
+            if _HAS_MIN[form]:
+                own[64 + TILE * (groups + group) + output] = block.mins[group]
+
+
+@compiled()
+def _put_codes(form: int, codes: Bytes, output: int, own: Bytes) -> None:
+    """Put an output's codes in their places, four at a time."""
+    bits, size = _BITS[form], _GROUPS[form]
+    fours, places = codes.view(np.uint32), own.view(np.uint32)
+    quads, high = size // 4, bits - 4
+    length = size * bits * TILE // 32  # of a group, in fours
+    for group in range(_FEATURES[form] // size):
+        first, to = group * quads, group * length + output
+        if bits == 8:
+            for quad in range(quads):
+                places[to + TILE * quad] = fours[first + quad]
+            continue
+        if high:
+            plane = np.uint32(0)
+            for quad in range(quads):
+                plane |= ((fours[first + quad] >> np.uint32(4)) & np.uint32(0x03030303)) << np.uint32(high * quad)
+            places[to] = plane
+            to += TILE
+        for pair in range(quads // 2):
+            low, top = fours[first + 2 * pair] & np.uint32(0x0F0F0F0F), fours[first + 2 * pair + 1]
+            places[to + TILE * pair] = low | ((top & np.uint32(0x0F0F0F0F)) << np.uint32(4))
