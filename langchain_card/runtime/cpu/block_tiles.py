@@ -1,7 +1,7 @@
 """The layout of blocks that the kernel reads: one stream for each tile of 16 outputs.
 
 A tile holds, one block of features after the other, for 16 outputs side by side: factors (float16), then in formats of
-256 features integer scales and minimums, then codes. 64 bytes of codes are 4 features of 16 outputs. A byte holds two
+256 features integer scales and minimums (of two groups side by side), then codes. 64 bytes of codes are 4 features of 16 outputs. A byte holds two
 codes of 4 bits: those of features 8n to 8n + 3 are its low half, the next four its high half. What codes of 5 and 6 bits
 have beyond that precedes them, in 64 bytes for each group.
 """
@@ -68,8 +68,8 @@ def _put_head(form: int, block: Block, output: int, own: Bytes) -> None:
         groups = _FEATURES[form] // _GROUPS[form]
         for group in range(groups):
             own[64 + TILE * group + output] = block.scales[group]
-            if _HAS_MIN[form]:
-                own[64 + TILE * (groups + group) + output] = block.mins[group]
+            if _HAS_MIN[form]:  # side by side with its neighbour's
+                own[64 + TILE * (groups + group - group % 2) + 2 * output + group % 2] = block.mins[group]
 
 
 @compiled()
