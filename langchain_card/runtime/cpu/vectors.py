@@ -141,13 +141,13 @@ class Builder:
             sums = self.b.add(sums, self.b.sext(part, SUMS) if part.type != SUMS else part)
         return sums
 
-    def _halves(self, *vectors: Any) -> list[tuple[Any, ...]]:
-        return [tuple(self._part(vector, half) for vector in vectors) for half in range(2)]
+    def _halves(self, *wholes: Any) -> list[tuple[Any, ...]]:
+        return [tuple(self._part(whole, half) for whole in wholes) for half in range(2)]
 
-    def _part(self, vector: Any, half: int) -> Any:
-        count = vector.type.count // 2
+    def _part(self, whole: Any, half: int) -> Any:
+        count = whole.type.count // 2
         places = vector(I32, count)(list(range(half * count, (half + 1) * count)))
-        return self.b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
+        return self.b.shuffle_vector(whole, ir.Constant(whole.type, ir.Undefined), places)
 
     def _join(self, halves: Any) -> Any:
         return self.b.shuffle_vector(*halves, SUMS(list(range(LANES))))
