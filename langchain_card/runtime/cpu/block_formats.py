@@ -56,6 +56,12 @@ FORMATS = (
 )
 
 
+_FEATURES, _GROUPS, _OFFSETS, _HAS_MIN, _SIZES = (
+    np.array(column)
+    for column in zip(*((f.features, f.group, f.offset, f.has_min, f.size) for f in FORMATS), strict=True)
+)
+
+
 class Block(NamedTuple):
     """A block, taken apart.
 
@@ -122,3 +128,37 @@ def read_block(form: int, raw: Bytes, block: Block) -> None:
         if form in (Q5_0, Q5_1):
             for i in range(32):
                 codes[i] |= ((raw[at + i // 8] >> (i % 8)) & 1) << 4
+
+
+@compiled()
+def dequantize(form: int, rows: Bytes) -> Array:
+    """Return the weights of blocks [outputs, bytes] as float32 [outputs, features]."""
+    size, count, group = _SIZES[form], _FEATURES[form], _GROUPS[form]
+    offset, has_min, whole = np.float32(_OFFSETS[form]), _HAS_MIN[form], _FEATURES[form] > _GROUPS[form]
+    blocks, block = rows.shape[1] // size, empty_block()
+    halves = block.factors.view(np.uint16)
+    out = np.empty((len(rows), blocks * count), np.float32)
+    for n in range(len(rows)):
+        for i in range(blocks):
+            read_block(form, rows[n, i * size : (i + 1) * size], block)
+            factor, least = half(halves[0]), half(halves[1]) if has_min else np.float32(0.0)
+            for g in range(count // group):
+                scale, low = factor, least
+                if whole:
+                    own = np.int32(block.scales[g])
+                    scale = factor * np.float32(own - 256 if form == Q6_K and own > 127 else own)
+                    low = -least * np.float32(block.mins[g])
+                to = out[n, i * count + g * group :]
+                for j in range(group):
+                    to[j] = scale * (np.float32(block.codes[g * group + j]) - offset) + low
+    return out
+
+
+@compiled()
+def half(bits: int) -> np.float32:
+    """Return the float of a float16's bits; infinities and NaN become numbers."""
+    one = np.empty(1, np.uint32)
+    one[0] = (np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13)
+    size = one.view(np.float32)[0] * np.float32(2.0**112)
+    value: np.float32 = -size if bits & 0x8000 else size
+    return value

@@ -64,6 +64,12 @@ class Rounded(NamedTuple):
 
 
 @compiled()
+def one(stack: Weights, i: int) -> Weights:
+    """Return one matrix of a stack, whose `parts` have the matrix first."""
+    return Weights(stack.stored, stack.parts[i], stack.features, stack.outputs)
+
+
+@compiled()
 def tile_bytes(form: int, features: int) -> int:
     """Return the bytes of a tile: 16 outputs of all features."""
     size: int = _TILE_BYTES[form] * features // BLOCK
