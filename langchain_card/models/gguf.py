@@ -110,3 +110,49 @@ def tensors(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
             weights = dequantize(tensor.data, tensor.tensor_type)
             result = processor.process(weights=weights, name=tensor.name, tensor_key_mapping=names)
             yield names[result.name], result.weights if result.weights.flags.writeable else result.weights.copy()
+
+
+def stored_tensors(reader: Any, model: Any) -> dict[str, StoredTensor]:
+    """Return the tensors of a file under transformers' names: matrices as their blocks, views of the mapped file.
+
+    Args:
+        reader: a result of `open_gguf`.
+        model: the transformers model on the meta device, for names and head counts.
+
+    Raises:
+        ModelStoreError: a matrix has blocks of an unknown format, or is stored in another form than transformers'.
+    """
+    import numpy as np
+    from gguf import dequantize
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    from langchain_card.runtime.cpu.block_formats import FORMATS
+    from langchain_card.runtime.cpu.quantized_weights import StoredTensor
+
+    architecture = reader.fields["general.architecture"].contents()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    names, forms = get_gguf_hf_weights_map(model, processor), {form.name: form.index for form in FORMATS}
+    hint = 'use quantization=None, or "int8"'
+    found = dict[str, StoredTensor]()
+    for tensor in reader.tensors:
+        if tensor.name not in names:
+            continue
+        kind = tensor.tensor_type.name
+        if kind not in forms:
+            if kind not in ("F32", "F16", "BF16"):
+                raise ModelStoreError(tensor.name, kind, f"must be one of {', '.join(forms)}", hint)
+            result = processor.process(
+                weights=dequantize(tensor.data, tensor.tensor_type), name=tensor.name, tensor_key_mapping=names
+            )
+            found[names[result.name]] = StoredTensor(None, result.weights)
+            continue
+        # Some files have the rows of queries and keys in another order. The processor shows it on their numbers.
+        numbers = np.arange(len(tensor.data), dtype=np.float32)[:, None]
+        result = processor.process(weights=numbers.copy(), name=tensor.name, tensor_key_mapping=names)
+        order = np.asarray(result.weights)
+        if order.shape != numbers.shape or not np.array_equal(np.sort(order, axis=0), numbers):
+            raise ModelStoreError(tensor.name, kind, f"blocks of {architecture} files cannot be run as they are", hint)
+        same = np.array_equal(order, numbers)
+        rows = tensor.data if same else tensor.data[order[:, 0].astype(np.int64)]
+        found[names[result.name]] = StoredTensor(forms[kind], rows)
+    return found

@@ -1,53 +1,123 @@
-"""Read the int8 form of a model's weights (written by `models.convert`) into the layers that run it."""
+"""Read quantized weights into the layers that run them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError
+from langchain_card.runtime.cpu.block_formats import FORMATS, Bytes, dequantize
+from langchain_card.runtime.cpu.block_matmul import Weights, empty_bytes, pack_part, tile_bytes
+from langchain_card.runtime.cpu.block_tiles import TILE
 from langchain_card.runtime.cpu.fused_layers import fuse_layers
-from langchain_card.runtime.cpu.integer_layers import IntegerLinear, fuse_norm, split_by_layer
+from langchain_card.runtime.cpu.quantized_layers import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    fuse_norm,
+    split_by_layer,
+)
 from langchain_card.runtime.threads import num_cores, use_threads
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def read_int8(model: Any, files: Iterable[Path], dtype: torch.dtype, *, fused: bool = True) -> None:
-    """Load weights into an empty model: linear layers in int8 and the rest in `dtype`.
+class StoredTensor(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        form: index of its blocks' format, or None for numbers.
+        data: blocks [outputs, bytes], or an array of numbers in the tensor's shape.
+    """
+
+    form: int | None
+    data: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        if self.form is None:
+            return tuple(self.data.shape)
+        form = FORMATS[self.form]
+        return len(self.data), self.data.shape[1] // form.size * form.features
+
+    def floats(self) -> Tensor:
+        """Return its numbers, as float32 where they are in blocks."""
+        return torch.as_tensor(self.data) if self.form is None else torch.from_numpy(dequantize(self.form, self.data))
+
+
+class _Stack(NamedTuple):
+    """Linear layers that read the same input, and their matrix.
+
+    Attributes:
+        names: of the layers.
+        sizes: outputs of each.
+        parts: format and blocks of each part of the matrix.
+        features: of its rows.
+    """
+
+    names: tuple[str, ...]
+    sizes: list[int]
+    parts: list[tuple[int, Bytes]]
+    features: int
+
+    @property
+    def bytes_of_parts(self) -> list[int]:
+        """Bytes of each part's tiles."""
+        return [-(-len(rows) // TILE) * tile_bytes(form, self.features) for form, rows in self.parts]
+
+
+def read_weights(model: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, *, fused: bool = True) -> None:
+    """Load weights into an empty model: matrices in blocks as they are, and the rest in `dtype`.
 
     Args:
         model: a model on the meta device, except for its buffers.
-        files: safetensors in the int8 form.
-        dtype: type of embeddings, norms and biases.
+        tensors: the model's tensors by name. The head may be missing if it is the embedding table.
+        dtype: type of norms, biases and of matrices that are not in blocks.
         fused: whether decoder layers of the common kind become one compiled call each.
 
     Raises:
         CorruptModelError: a tensor is missing or has another shape than the model's.
     """
-    with ExitStack() as opened:
-        handles = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
-        weights = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 (not a mapping)
-        stacks = _stacks([name for name, _ in model.named_modules() if f"{name}.weight_int8" in weights])
-        # Packing for the kernel is most of the time, and runs on one core.
-        with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
-            packed = pool.map(lambda stack: _integer_layers(weights, stack), stacks)
-            for stack, layers in zip(stacks, packed, strict=True):
-                for name, layer in zip(stack, layers, strict=True):
-                    model.set_submodule(name, layer)
-        for name, module in list(model.named_modules()):
-            _fill(module, name, weights, dtype)
-            if (norm := fuse_norm(module)) is not None:
-                model.set_submodule(name, norm)
+    tensors = _with_head(model, tensors)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    blocks = [name for name in linear if f"{name}.weight" in tensors and tensors[f"{name}.weight"].form is not None]
+    stacks = [_stack(tensors, names) for names in _stacks(blocks)]
+    arena, begin = empty_bytes(sum(sum(stack.bytes_of_parts) for stack in stacks)), 0
+    begins = []
+    for stack in stacks:
+        begins.append(begin)
+        begin += sum(stack.bytes_of_parts)
+    # Laying the blocks out is most of the time, and runs on one core.
+    with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
+        packed = pool.map(_pack, stacks, begins, [arena] * len(stacks))
+        for stack, weights in zip(stacks, packed, strict=True):
+            for name, layer in zip(stack.names, _layers(tensors, stack, weights), strict=True):
+                model.set_submodule(name, layer)
+    for name, module in list(model.named_modules()):
+        table = tensors.get(f"{name}.weight")
+        if isinstance(module, nn.Embedding) and table is not None and table.form is not None:
+            _check_shape(f"{name}.weight", table.shape, module.weight.shape)
+            model.set_submodule(name, QuantizedEmbedding(table.form, table.data))
+            continue
+        _fill(module, name, tensors, dtype)
+        if (norm := fuse_norm(module)) is not None:
+            model.set_submodule(name, norm)
     if fused:
         fuse_layers(model.get_decoder())
+
+
+def _with_head(model: Any, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Add the embedding table as the head if the file has none."""
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
+    head, table = (names.get(own, "") for own in (model.get_output_embeddings(), model.get_input_embeddings()))
+    if head and head not in tensors and table in tensors:
+        return {**tensors, head: tensors[table]}
+    return tensors
 
 
 def _stacks(names: list[str]) -> list[tuple[str, ...]]:
@@ -63,34 +133,49 @@ def _stacks(names: list[str]) -> list[tuple[str, ...]]:
     return stacks
 
 
-def _tensor(weights: Mapping[str, Any], name: str) -> Tensor:
-    """Read a tensor from the open file that holds it."""
-    if name not in weights:
-        raise CorruptModelError("weights", name, "is missing from the int8 weights", "remove the folder and load again")
-    tensor: Tensor = weights[name].get_tensor(name)
-    return tensor
+def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...]) -> _Stack:
+    found = [tensors[f"{name}.weight"] for name in names]
+    sizes, features = [tensor.shape[0] for tensor in found], found[0].shape[1]
+    parts = [(tensor.form, tensor.data) for tensor in found if tensor.form is not None]
+    if any(size % TILE for size in sizes[:-1]):
+        forms = {form for form, _ in parts}
+        if len(forms) > 1:
+            raise CorruptModelError("weights", names, f"{sizes} outputs in several formats cannot share a matrix")
+        parts = [(forms.pop(), np.concatenate([rows for _, rows in parts]))]
+    return _Stack(names, sizes, parts, features)
 
 
-def _integer_layers(weights: Mapping[str, Any], stack: tuple[str, ...]) -> Sequence[nn.Module]:
-    parts = [_tensor(weights, f"{name}.weight_int8") for name in stack]
-    scale = torch.cat([_tensor(weights, f"{name}.weight_scale") for name in stack])
-    biases = [_tensor(weights, f"{name}.bias").float() for name in stack if f"{name}.bias" in weights]
-    if len(biases) not in (0, len(stack)):
-        raise CorruptModelError("weights", stack, "some of these layers have a bias and some have none")
-    whole = IntegerLinear(torch.cat(parts), scale, torch.cat(biases) if biases else None)
-    return [whole] if len(stack) == 1 else split_by_layer(whole, [len(part) for part in parts])
+def _pack(stack: _Stack, begin: int, arena: Bytes) -> Weights:
+    """Lay out a stack's matrix in its place."""
+    table, tile = [], 0
+    for (form, rows), size in zip(stack.parts, stack.bytes_of_parts, strict=True):
+        pack_part(form, rows, arena[begin : begin + size])
+        tiles = -(-len(rows) // TILE)
+        table.append((form, begin, tile, tiles))
+        begin, tile = begin + size, tile + tiles
+    return Weights(arena, np.array(table), stack.features, sum(stack.sizes))
 
 
-def _fill(module: nn.Module, name: str, weights: Mapping[str, Any], dtype: torch.dtype) -> None:
+def _layers(tensors: Mapping[str, StoredTensor], stack: _Stack, weights: Weights) -> Sequence[nn.Module]:
+    biases = [tensors[f"{name}.bias"].floats().float() for name in stack.names if f"{name}.bias" in tensors]
+    if len(biases) not in (0, len(stack.names)):
+        raise CorruptModelError("weights", stack.names, "some of these layers have a bias and some have none")
+    whole = QuantizedLinear(weights, torch.cat(biases) if biases else None)
+    return [whole] if len(stack.names) == 1 else split_by_layer(whole, stack.sizes)
+
+
+def _fill(module: nn.Module, name: str, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
     """Set a module's own parameters."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         full = f"{name}.{key}" if name else key
-        if full not in weights:
-            raise CorruptModelError(
-                "weights", full, "is missing from the int8 weights", "remove the model and pull it again"
-            )
+        if full not in tensors:
+            raise CorruptModelError("weights", full, "is missing", "remove the model and pull it again")
         # A copy: a view would keep the whole file mapped, and counted as memory.
-        tensor = _tensor(weights, full).to(dtype, copy=True)
-        if tensor.shape != parameter.shape:
-            raise CorruptModelError("weights", full, f"has shape {list(tensor.shape)}, not {list(parameter.shape)}")
+        tensor = tensors[full].floats().to(dtype, copy=True)
+        _check_shape(full, tensor.shape, parameter.shape)
         setattr(module, key, nn.Parameter(tensor, requires_grad=False))
+
+
+def _check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(shape) != tuple(wanted):
+        raise CorruptModelError("weights", name, f"has shape {list(shape)}, not {list(wanted)}")
