@@ -248,7 +248,7 @@ def load_model(spec: ModelSpec, *, fused: bool = True) -> Any:
         model = _load_int8(spec, fused=fused) if spec.form == "int8" else _load_float(spec)
     if spec.compiled:
         compile_layers(model)
-    if spec.draft:
+    if spec.draft and spec.form != "int8":
         draft_form.make_draft(model, spec.form)
     if spec.form == "int8" and fused:
         from langchain_card.runtime.cpu import fused_layers  # imports numba, which float weights do not need
@@ -284,11 +284,16 @@ def _load_float(spec: ModelSpec) -> Any:
 
 
 def _load_int8(spec: ModelSpec, *, fused: bool) -> Any:
-    from langchain_card.runtime.cpu.int8_weights import read_int8  # imports numba, which float weights do not need
+    from langchain_card.models import gguf
+    from langchain_card.runtime.cpu.quantized_weights import read_weights  # imports numba, which float weights do not need
 
     config = read_config(spec.folder)
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
     with empty:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
-    read_int8(model, weight_files(spec.folder), spec.dtype, fused=fused)
+    reader = gguf.open_gguf(spec.folder.parent / "source.gguf")
+    tensors = gguf.stored_tensors(reader, model)
+    if spec.draft:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"]._replace(data=tensors["lm_head.weight"].data[: draft_form.HEAD])
+    read_weights(model, tensors, spec.dtype, fused=fused)
     return model
