@@ -62,72 +62,62 @@ _FEATURES, _GROUPS, _OFFSETS, _HAS_MIN, _SIZES = (
 )
 
 
-class Block(NamedTuple):
-    """A block, taken apart.
+FACTORS, SCALES, MINS, BLOCK_BYTES = 256, 260, 276, 292
+"""A block, taken apart, is an array of bytes: 256 codes at most, then two factors (float16), then the integer scales and
+minimums of up to 16 groups."""
 
-    Attributes:
-        codes: [features].
-        factors: float16 [2], the block's factor and that of its minimums, as bytes [4].
-        scales: [groups] integer scales; formats of 32 features have none.
-        mins: [groups] integer minimums.
+
+@compiled()
+def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
+    """Take the block at a place of a row of a file apart.
+
+    Args:
+        form: index of the format.
+        row: of the file.
+        at: first byte of the block.
+        block: [BLOCK_BYTES], output. A tuple of arrays, or a slice, would cost as much time as a small block.
     """
-
-    codes: Bytes
-    factors: Bytes
-    scales: Bytes
-    mins: Bytes
-
-
-@compiled()
-def empty_block() -> Block:
-    """Allocate a block of any format."""
-    return Block(np.zeros(256, np.uint8), np.zeros(4, np.uint8), np.zeros(16, np.uint8), np.zeros(16, np.uint8))
-
-
-@compiled()
-def read_block(form: int, raw: Bytes, block: Block) -> None:
-    """Take a block of a file apart. `form` is the format's index."""
-    codes, factors, at = block.codes, block.factors, 2
-    factors[0], factors[1] = raw[0], raw[1]
+    factor = at + 208 if form == Q6_K else at
+    block[FACTORS], block[FACTORS + 1] = row[factor], row[factor + 1]
     if form == Q6_K:
-        factors[0], factors[1] = raw[208], raw[209]
-        for half in range(2):
-            low, high, out = raw[64 * half :], raw[128 + 32 * half :], codes[128 * half :]
+        for quarter in range(8):  # one loop for each 32 codes, which runs in vectors
+            low, high = at + 64 * (quarter // 4) + 32 * (quarter % 2), at + 128 + 32 * (quarter // 4)
+            shift, moved = 4 * (quarter % 4 // 2), 2 * (quarter % 4)
             for i in range(32):
-                out[i] = (low[i] & 15) | ((high[i] & 3) << 4)
-                out[32 + i] = (low[32 + i] & 15) | (((high[i] >> 2) & 3) << 4)
-                out[64 + i] = (low[i] >> 4) | (((high[i] >> 4) & 3) << 4)
-                out[96 + i] = (low[32 + i] >> 4) | ((high[i] >> 6) << 4)
+                block[32 * quarter + i] = ((row[low + i] >> shift) & 15) | (((row[high + i] >> moved) & 3) << 4)
         for i in range(16):
-            block.scales[i] = raw[192 + i]
+            block[SCALES + i] = row[at + 192 + i]
         return
-    if form in (Q4_1, Q5_1, Q4_K, Q5_K):
-        factors[2], factors[3], at = raw[2], raw[3], 4
+    at += 2
+    if form == Q4_1 or form == Q5_1 or form == Q4_K or form == Q5_K:
+        block[FACTORS + 2], block[FACTORS + 3] = row[at], row[at + 1]
+        at += 2
     if form == Q8_0:
         for i in range(32):
-            codes[i] = raw[at + i] ^ 128
-    elif form in (Q4_K, Q5_K):
+            block[i] = row[at + i] ^ 128
+    elif form == Q4_K or form == Q5_K:
         for i in range(4):
-            block.scales[i], block.mins[i] = raw[at + i] & 63, raw[at + 4 + i] & 63
-            block.scales[4 + i] = (raw[at + 8 + i] & 15) | ((raw[at + i] >> 6) << 4)
-            block.mins[4 + i] = (raw[at + 8 + i] >> 4) | ((raw[at + 4 + i] >> 6) << 4)
-        nibbles = raw[at + 12 if form == Q4_K else at + 44 :]
+            block[SCALES + i], block[MINS + i] = row[at + i] & 63, row[at + 4 + i] & 63
+            block[SCALES + 4 + i] = (row[at + 8 + i] & 15) | ((row[at + i] >> 6) << 4)
+            block[MINS + 4 + i] = (row[at + 8 + i] >> 4) | ((row[at + 4 + i] >> 6) << 4)
+        nibbles = at + 12 if form == Q4_K else at + 44
         for pair in range(4):
-            low, high, own = codes[64 * pair :], codes[64 * pair + 32 :], nibbles[32 * pair :]
             for i in range(32):
-                low[i], high[i] = own[i] & 15, own[i] >> 4
+                both = row[nibbles + 32 * pair + i]
+                block[64 * pair + i], block[64 * pair + 32 + i] = both & 15, both >> 4
         if form == Q5_K:
             for group in range(8):
-                out, bits = codes[32 * group :], raw[at + 12 :]
                 for i in range(32):
-                    out[i] |= ((bits[i] >> group) & 1) << 4
+                    block[32 * group + i] |= ((row[at + 12 + i] >> group) & 1) << 4
     else:
-        nibbles = raw[at + 4 :] if form in (Q5_0, Q5_1) else raw[at:]
+        nibbles = at + 4 if form == Q5_0 or form == Q5_1 else at
         for i in range(16):
-            codes[i], codes[16 + i] = nibbles[i] & 15, nibbles[i] >> 4
-        if form in (Q5_0, Q5_1):
-            for i in range(32):
-                codes[i] |= ((raw[at + i // 8] >> (i % 8)) & 1) << 4
+            block[i], block[16 + i] = row[nibbles + i] & 15, row[nibbles + i] >> 4
+        if form == Q5_0 or form == Q5_1:
+            for eight in range(4):
+                bits = row[at + eight]
+                for i in range(8):
+                    block[8 * eight + i] |= ((bits >> i) & 1) << 4
 
 
 @compiled()
@@ -135,22 +125,23 @@ def dequantize(form: int, rows: Bytes) -> Array:
     """Return the weights of blocks [outputs, bytes] as float32 [outputs, features]."""
     size, count, group = _SIZES[form], _FEATURES[form], _GROUPS[form]
     offset, has_min, whole = np.float32(_OFFSETS[form]), _HAS_MIN[form], _FEATURES[form] > _GROUPS[form]
-    blocks, block = rows.shape[1] // size, empty_block()
-    halves = block.factors.view(np.uint16)
+    blocks, block = rows.shape[1] // size, np.zeros(BLOCK_BYTES, np.uint8)
+    halves = block.view(np.uint16)[FACTORS // 2 :]
     out = np.empty((len(rows), blocks * count), np.float32)
     for n in range(len(rows)):
+        row = rows[n]
         for i in range(blocks):
-            read_block(form, rows[n, i * size : (i + 1) * size], block)
+            read_block(form, row, i * size, block)
             factor, least = half(halves[0]), half(halves[1]) if has_min else np.float32(0.0)
             for g in range(count // group):
                 scale, low = factor, least
                 if whole:
-                    own = np.int32(block.scales[g])
+                    own = np.int32(block[SCALES + g])
                     scale = factor * np.float32(own - 256 if form == Q6_K and own > 127 else own)
-                    low = -least * np.float32(block.mins[g])
+                    low = -least * np.float32(block[MINS + g])
                 to = out[n, i * count + g * group :]
                 for j in range(group):
-                    to[j] = scale * (np.float32(block.codes[g * group + j]) - offset) + low
+                    to[j] = scale * (np.float32(block[g * group + j]) - offset) + low
     return out
 
 

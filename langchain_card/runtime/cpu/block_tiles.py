@@ -8,10 +8,14 @@ have beyond that precedes them, in 64 bytes for each group.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
 
-from langchain_card.runtime.cpu.block_formats import FORMATS, Block, Bytes, Format, empty_block, read_block
+from langchain_card.runtime.cpu.block_formats import BLOCK_BYTES, FACTORS, FORMATS, MINS, SCALES, Bytes, Format, read_block
 from langchain_card.runtime.cpu.compiled import compiled
+
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 
 TILE = 16
 _FACTORS = 64
@@ -50,47 +54,50 @@ def pack_tile(form: int, rows: Bytes, tile: Bytes) -> None:
         rows: [outputs, bytes] of a file.
         tile: [blocks x `block_size`]; set to zero before.
     """
-    block, size, out_size, head = empty_block(), _SIZES[form], _BLOCKS[form], _HEADS[form]
+    block, size, out_size, head = np.zeros(BLOCK_BYTES, np.uint8), _SIZES[form], _BLOCKS[form], _HEADS[form]
+    fours, places = block.view(np.uint32), tile.view(np.uint32)
     for output in range(len(rows)):
+        row = rows[output]
         for i in range(rows.shape[1] // size):
-            read_block(form, rows[output, i * size : (i + 1) * size], block)
-            own = tile[i * out_size : (i + 1) * out_size]
-            _put_head(form, block, output, own)
-            _put_codes(form, block.codes, output, own[head:])
+            read_block(form, row, i * size, block)
+            _put_head(form, block, output, tile, i * out_size)
+            _put_codes(form, fours, places, (i * out_size + head) // 4 + output)
 
 
 @compiled()
-def _put_head(form: int, block: Block, output: int, own: Bytes) -> None:
-    own[2 * output], own[2 * output + 1] = block.factors[0], block.factors[1]
+def _put_head(form: int, block: Bytes, output: int, tile: Bytes, at: int) -> None:
+    tile[at + 2 * output], tile[at + 2 * output + 1] = block[FACTORS], block[FACTORS + 1]
     if _HAS_MIN[form]:
-        own[32 + 2 * output], own[33 + 2 * output] = block.factors[2], block.factors[3]
+        tile[at + 32 + 2 * output], tile[at + 33 + 2 * output] = block[FACTORS + 2], block[FACTORS + 3]
     if _FEATURES[form] > _GROUPS[form]:
         groups = _FEATURES[form] // _GROUPS[form]
         for group in range(groups):
-            own[64 + TILE * group + output] = block.scales[group]
+            tile[at + 64 + TILE * group + output] = block[SCALES + group]
             if _HAS_MIN[form]:  # side by side with its neighbour's
-                own[64 + TILE * (groups + group - group % 2) + 2 * output + group % 2] = block.mins[group]
+                tile[at + 64 + TILE * (groups + group - group % 2) + 2 * output + group % 2] = block[MINS + group]
 
 
 @compiled()
-def _put_codes(form: int, codes: Bytes, output: int, own: Bytes) -> None:
+def _put_codes(form: int, fours: Integers, places: Integers, at: int) -> None:
     """Put an output's codes in their places, four at a time."""
     bits, size = _BITS[form], _GROUPS[form]
-    fours, places = codes.view(np.uint32), own.view(np.uint32)
-    quads, high = size // 4, bits - 4
-    length = size * bits * TILE // 32  # of a group, in fours
-    for group in range(_FEATURES[form] // size):
-        first, to = group * quads, group * length + output
+    quads, high = size // 4, np.uint32(bits - 4)
+    first = 0
+    for _ in range(_FEATURES[form] // size):
         if bits == 8:
             for quad in range(quads):
-                places[to + TILE * quad] = fours[first + quad]
-            continue
-        if high:
-            plane = np.uint32(0)
-            for quad in range(quads):
-                plane |= ((fours[first + quad] >> np.uint32(4)) & np.uint32(0x03030303)) << np.uint32(high * quad)
-            places[to] = plane
-            to += TILE
-        for pair in range(quads // 2):
-            low, top = fours[first + 2 * pair] & np.uint32(0x0F0F0F0F), fours[first + 2 * pair + 1]
-            places[to + TILE * pair] = low | ((top & np.uint32(0x0F0F0F0F)) << np.uint32(4))
+                places[at + TILE * quad] = fours[first + quad]
+            at += TILE * quads
+        else:
+            if high:
+                plane, shift = np.uint32(0), np.uint32(0)
+                for quad in range(quads):
+                    plane |= ((fours[first + quad] >> np.uint32(4)) & np.uint32(0x03030303)) << shift
+                    shift += high
+                places[at] = plane
+                at += TILE
+            for pair in range(quads // 2):
+                low, top = fours[first + 2 * pair] & np.uint32(0x0F0F0F0F), fours[first + 2 * pair + 1]
+                places[at + TILE * pair] = low | ((top & np.uint32(0x0F0F0F0F)) << np.uint32(4))
+            at += TILE * (quads // 2)
+        first += quads
