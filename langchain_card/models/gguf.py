@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
 
-if TYPE_CHECKING:
-    from langchain_card.runtime.cpu.quantized_weights import StoredTensor
-
 # Texts of tokens that end an answer even if the metadata does not list them (as in llama.cpp).
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+FLOATS = ("F32", "F16", "BF16")  # tensors that are numbers
 _CONTROL = 3  # GGUF's token type for control tokens
 
 
@@ -115,47 +113,49 @@ def tensors(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
             yield names[result.name], result.weights if result.weights.flags.writeable else result.weights.copy()
 
 
-def stored_tensors(reader: Any, model: Any) -> dict[str, StoredTensor]:
-    """Return the tensors of a file under transformers' names: matrices as their blocks, views of the mapped file.
+def blocks_and_numbers(reader: Any, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return where a file's matrices lie, and its other tensors, under transformers' names.
 
     Args:
         reader: a result of `open_gguf`.
         model: the transformers model on the meta device, for names and head counts.
 
+    Returns:
+        For each matrix in blocks its format, rows, bytes of a row, offset in the file, and the order of its rows, which
+        is empty if transformers has the same; and arrays of float32.
+
     Raises:
-        ModelStoreError: a matrix has blocks of an unknown format, or is stored in another form than transformers'.
+        ModelStoreError: a matrix has blocks of an unknown format, or transformers stores it otherwise.
     """
     import numpy as np
     from gguf import dequantize
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     from langchain_card.runtime.cpu.block_formats import FORMATS
-    from langchain_card.runtime.cpu.quantized_weights import StoredTensor
 
     architecture = reader.fields["general.architecture"].contents()
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    names, forms = get_gguf_hf_weights_map(model, processor), {form.name: form.index for form in FORMATS}
+    names, forms = get_gguf_hf_weights_map(model, processor), [form.name for form in FORMATS]
     hint = 'use quantization=None, or "int8"'
-    found = dict[str, StoredTensor]()
+    blocks, numbers = dict[str, Any](), dict[str, Any]()
     for tensor in reader.tensors:
         if tensor.name not in names:
             continue
         kind = tensor.tensor_type.name
-        if kind not in forms:
-            if kind not in ("F32", "F16", "BF16"):
-                raise ModelStoreError(tensor.name, kind, f"must be one of {', '.join(forms)}", hint)
-            result = processor.process(
-                weights=dequantize(tensor.data, tensor.tensor_type), name=tensor.name, tensor_key_mapping=names
-            )
-            found[names[result.name]] = StoredTensor(None, result.weights)
+        if kind not in (*forms, *FLOATS):
+            raise ModelStoreError(tensor.name, kind, f"must be one of {', '.join(forms)}", hint)
+        if kind in FLOATS:
+            weights = dequantize(tensor.data, tensor.tensor_type)
+            result = processor.process(weights=weights, name=tensor.name, tensor_key_mapping=names)
+            numbers[names[result.name]] = np.array(result.weights, np.float32)
             continue
-        # Some files have the rows of queries and keys in another order. The processor shows it on their numbers.
-        numbers = np.arange(len(tensor.data), dtype=np.float32)[:, None]
-        result = processor.process(weights=numbers.copy(), name=tensor.name, tensor_key_mapping=names)
-        order = np.asarray(result.weights)
-        if order.shape != numbers.shape or not np.array_equal(np.sort(order, axis=0), numbers):
+        # Some files have the rows of queries and keys in another order. The processor shows it on the rows' numbers.
+        before = np.arange(len(tensor.data), dtype=np.float32)[:, None]
+        result = processor.process(weights=before.copy(), name=tensor.name, tensor_key_mapping=names)
+        after = np.asarray(result.weights)
+        if after.shape != before.shape or not np.array_equal(np.sort(after, axis=0), before):
             raise ModelStoreError(tensor.name, kind, f"blocks of {architecture} files cannot be run as they are", hint)
-        same = np.array_equal(order, numbers)
-        rows = tensor.data if same else tensor.data[order[:, 0].astype(np.int64)]
-        found[names[result.name]] = StoredTensor(forms[kind], rows)
-    return found
+        order = [] if np.array_equal(after, before) else after[:, 0].astype(int).tolist()
+        rows, size = tensor.data.shape
+        blocks[names[result.name]] = [kind, int(rows), int(size), int(tensor.data_offset), order]
+    return blocks, numbers

@@ -3,8 +3,8 @@
 A model's name is a built-in name, a folder, a `.gguf` file, or a hub id, tried in this order. Layout of the cache:
 
 ```
-<cache>/models/<built-in>/source.gguf, float/, int8/
-<cache>/converted/<name>-<key>/float/, int8/         from the user's folders and files
+<cache>/models/<built-in>/source.gguf, float/, file/
+<cache>/converted/<name>-<key>/float/, file/         from the user's folders and files
 <cache>/prefixes/                                    texts' keys and values (`engine.prefix_folder`)
 <cache>/locks/
 ```
@@ -25,18 +25,19 @@ from typing import Any, Literal
 
 from langchain_card.errors import CARDError, InvalidInputError, ModelStoreError, UnknownModelError
 from langchain_card.models.download import BUILTINS, fetch, fetch_hub_folder
-from langchain_card.models.files import INT8_FORMAT, Progress, Silent, fresh_folder, locked, size_on_disk
+from langchain_card.models.files import Progress, Silent, fresh_folder, locked, size_on_disk
 from langchain_card.models.headers import cached_hub_file
-from langchain_card.models.safety import check_safetensors, inspect_folder
+from langchain_card.models.safety import inspect_folder
 
 __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
 PREFIXES = "prefixes"
 STAMP = "langchain-card.json"
 CONVERTER = 2  # raise it if the written form changes: older conversions are then replaced
-_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
+Form = Literal["float", "file"]
+FORMS: tuple[Form, ...] = ("float", "file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,13 @@ class ModelStore:
             if folder.exists():
                 raise ModelStoreError("model", name, "could not be deleted", f"delete {folder} by hand")
 
-    def prepare(self, model: str, form: Literal["float", "int8"], progress: Progress | None = None) -> Path:
+    def prepare(self, model: str, form: Form, progress: Progress | None = None) -> Path:
         """Download and convert a model if needed.
 
         Args:
             model: built-in name, folder, `.gguf` file or hub id.
-            form: "float" (float16 matrices; a folder or hub id is used unchanged) or "int8" (see `convert`).
+            form: "float" (float16 matrices; a folder or hub id is used unchanged) or "file", with the index of a GGUF
+                file whose blocks are run as they are.
             progress: receives reports of long steps.
 
         Returns:
@@ -163,19 +165,17 @@ class ModelStore:
             DiskSpaceError: not enough free disk.
             DownloadError: no source provided the model.
         """
-        if form not in ("float", "int8"):
-            raise InvalidInputError("form", form, 'must be "float" or "int8"')
+        if form not in FORMS:
+            raise InvalidInputError("form", form, 'must be "float" or "file"')
         report = progress or Silent()
         source = self.pull(model, report)
         if model in BUILTINS:
             return self._converted(model, source, self._home(model), form, report)
         if source.is_dir():
-            files = inspect_folder(source)
-            is_int8 = check_safetensors(files[0]).get("format") == INT8_FORMAT
-            if is_int8 == (form == "int8"):
-                return source
-            if is_int8:
-                raise InvalidInputError("model", model, "holds int8 weights, float ones were asked for")
+            inspect_folder(source)
+            if form == "file":
+                raise InvalidInputError("model", model, "has no blocks: its weights are not in a GGUF file")
+            return source
         name = str(source) if _local(model) else model
         home = self.cache / "converted" / file_state(source)
         folder = self._converted(name, source, home, form, report)
@@ -194,10 +194,10 @@ class ModelStore:
         if source is not None and source.is_dir():
             return source
         home = self._home(name) if source is None else self.cache / "converted" / file_state(source)
-        ready = (home / form for form in ("int8", "float") if _stamp(home / form).get("converter") == CONVERTER)
+        ready = (home / form for form in FORMS if _stamp(home / form).get("converter") == CONVERTER)
         return next(ready, None) or source or self.pull(name)
 
-    def _converted(self, name: str, source: Path, home: Path, form: Literal["float", "int8"], report: Progress) -> Path:
+    def _converted(self, name: str, source: Path, home: Path, form: Form, report: Progress) -> Path:
         target = home / form
         if _ready(target):
             return target
@@ -276,29 +276,24 @@ def _ready(folder: Path) -> bool:
 
 
 def _describe(name: str, home: Path) -> StoredModel:
-    forms = tuple(form for form in ("float", "int8") if _ready(home / form))
+    forms = tuple(form for form in FORMS if _ready(home / form))
     state: State = "converted" if forms else "downloaded" if (home / "source.gguf").exists() else "absent"
     return StoredModel(name, state, size_on_disk(home), forms)
 
 
-def _convert(source: Path, folder: Path, form: Literal["float", "int8"], report: Progress) -> None:
-    """Write config, tokenizer and weights of a GGUF file or of a safetensors folder."""
+def _convert(source: Path, folder: Path, form: Form, report: Progress) -> None:
+    """Write config, tokenizer, and weights or their index, of a GGUF file."""
     from langchain_card.models import convert, gguf
+    from langchain_card.models.block_index import write_index
 
     report.update("read config and tokenizer", 0, 0)
-    if source.is_dir():
-        for pattern in _COPIED:
-            for file in source.glob(pattern):
-                if not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, folder / file.name)
-        layout = convert.Layout(gguf.load_config(source), form)
-        tensors = convert.folder_tensors(inspect_folder(source))
+    reader, config = gguf.open_gguf(source), gguf.load_config(source)
+    layout = convert.Layout(config)
+    config.architectures, config.dtype = [type(layout.model).__name__], "float16"
+    config.save_pretrained(folder)
+    gguf.save_tokenizer(source, reader, folder)
+    if form == "float":
+        convert.write_weights(gguf.tensors(reader, layout.model), layout, folder, report)
     else:
-        reader = gguf.open_gguf(source)
-        config = gguf.load_config(source)
-        layout = convert.Layout(config, form)
-        config.architectures, config.dtype = [type(layout.model).__name__], "float16"
-        config.save_pretrained(folder)
-        gguf.save_tokenizer(source, reader, folder)
-        tensors = gguf.tensors(reader, layout.model)
-    convert.write_weights(tensors, layout, folder, report)
+        report.update("index the blocks", 0, 0)
+        write_index(source, *gguf.blocks_and_numbers(reader, layout.model), folder)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError
-from langchain_card.runtime.cpu.block_formats import FORMATS, Bytes, dequantize
+from langchain_card.runtime.cpu.block_formats import FORMATS, Bytes, dequantize, quantize
 from langchain_card.runtime.cpu.block_matmul import Weights, empty_bytes, pack_part, tile_bytes
 from langchain_card.runtime.cpu.block_tiles import TILE
 from langchain_card.runtime.cpu.fused_layers import fuse_layers
@@ -23,6 +23,9 @@ from langchain_card.runtime.cpu.quantized_layers import (
 )
 from langchain_card.runtime.threads import num_cores, use_threads
 
+_CHUNK = 4096
+"""Rows of a matrix that are rounded at a time."""
+
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -32,10 +35,12 @@ class StoredTensor(NamedTuple):
     Attributes:
         form: index of its blocks' format, or None for numbers.
         data: blocks [outputs, bytes], or an array of numbers in the tensor's shape.
+        order: which of the blocks' rows the tensor has, in order; empty for all of them as they are.
     """
 
     form: int | None
     data: Any
+    order: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,11 +48,18 @@ class StoredTensor(NamedTuple):
         if self.form is None:
             return tuple(self.data.shape)
         form = FORMATS[self.form]
-        return len(self.data), self.data.shape[1] // form.size * form.features
+        return len(self.order or self.data), self.data.shape[1] // form.size * form.features
 
-    def floats(self) -> Tensor:
-        """Return its numbers, as float32 where they are in blocks."""
-        return torch.as_tensor(self.data) if self.form is None else torch.from_numpy(dequantize(self.form, self.data))
+    def floats(self, start: int = 0, end: int | None = None) -> Tensor:
+        """Return its numbers, or those of some rows; float32 where they are in blocks."""
+        if self.form is None:
+            return torch.as_tensor(self.data[start:end]) if self.data.ndim else torch.as_tensor(self.data)
+        return torch.from_numpy(dequantize(self.form, self.rows()[start:end]))
+
+    def rows(self) -> Bytes:
+        """Return the blocks in the tensor's order; a copy if that is not the file's."""
+        found: Bytes = self.data[list(self.order)] if self.order else self.data
+        return found
 
 
 class _Stack(NamedTuple):
@@ -56,42 +68,58 @@ class _Stack(NamedTuple):
     Attributes:
         names: of the layers.
         sizes: outputs of each.
-        parts: format and blocks of each part of the matrix.
-        features: of its rows.
+        parts: format and tensors of each part of the matrix, which are one below the other.
+        features: of its rows, in whole groups.
     """
 
     names: tuple[str, ...]
     sizes: list[int]
-    parts: list[tuple[int, Bytes]]
+    parts: list[tuple[int, list[StoredTensor]]]
     features: int
 
     @property
-    def bytes_of_parts(self) -> list[int]:
+    def tiles(self) -> list[int]:
+        """Number of tiles of each part."""
+        return [-(-sum(tensor.shape[0] for tensor in tensors) // TILE) for _, tensors in self.parts]
+
+    @property
+    def sizes_of_parts(self) -> list[int]:
         """Bytes of each part's tiles."""
-        return [-(-len(rows) // TILE) * tile_bytes(form, self.features) for form, rows in self.parts]
+        return [
+            tiles * tile_bytes(form, self.features) for (form, _), tiles in zip(self.parts, self.tiles, strict=True)
+        ]
 
 
-def read_weights(model: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, *, fused: bool = True) -> None:
-    """Load weights into an empty model: matrices in blocks as they are, and the rest in `dtype`.
+def read_weights(
+    model: Any,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    *,
+    form: int | None = None,
+    max_outputs: int | None = None,
+    fused: bool = True,
+) -> None:
+    """Load weights into an empty model: matrices of linear layers in blocks, and the rest in `dtype`.
 
     Args:
         model: a model on the meta device, except for its buffers.
         tensors: the model's tensors by name. The head may be missing if it is the embedding table.
-        dtype: type of norms, biases and of matrices that are not in blocks.
+        dtype: type of norms, biases and embedding tables that are not in blocks.
+        form: format to which matrices are rounded that have more bits; None to take them as they are.
+        max_outputs: rows of the head to keep; None for all.
         fused: whether decoder layers of the common kind become one compiled call each.
 
     Raises:
         CorruptModelError: a tensor is missing or has another shape than the model's.
     """
-    tensors = _with_head(model, tensors)
+    tensors = _with_head(model, tensors, max_outputs)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    blocks = [name for name in linear if f"{name}.weight" in tensors and tensors[f"{name}.weight"].form is not None]
-    stacks = [_stack(tensors, names) for names in _stacks(blocks)]
-    arena, begin = empty_bytes(sum(sum(stack.bytes_of_parts) for stack in stacks)), 0
+    stacks = [_stack(tensors, names, form) for names in _stacks(linear)]
+    arena, begin = empty_bytes(sum(sum(stack.sizes_of_parts) for stack in stacks)), 0
     begins = []
     for stack in stacks:
         begins.append(begin)
-        begin += sum(stack.bytes_of_parts)
+        begin += sum(stack.sizes_of_parts)
     # Laying the blocks out is most of the time, and runs on one core.
     with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
         packed = pool.map(_pack, stacks, begins, [arena] * len(stacks))
@@ -102,7 +130,7 @@ def read_weights(model: Any, tensors: Mapping[str, StoredTensor], dtype: torch.d
         table = tensors.get(f"{name}.weight")
         if isinstance(module, nn.Embedding) and table is not None and table.form is not None:
             _check_shape(f"{name}.weight", table.shape, module.weight.shape)
-            model.set_submodule(name, QuantizedEmbedding(table.form, table.data))
+            model.set_submodule(name, QuantizedEmbedding(table.form, table.rows()))
             continue
         _fill(module, name, tensors, dtype)
         if (norm := fuse_norm(module)) is not None:
@@ -111,13 +139,14 @@ def read_weights(model: Any, tensors: Mapping[str, StoredTensor], dtype: torch.d
         fuse_layers(model.get_decoder())
 
 
-def _with_head(model: Any, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Add the embedding table as the head if the file has none."""
+def _with_head(model: Any, tensors: Mapping[str, StoredTensor], outputs: int | None) -> Mapping[str, StoredTensor]:
+    """Cut the head to its first outputs. If the file has none, it is the embedding table."""
     names = {module: f"{name}.weight" for name, module in model.named_modules()}
     head, table = (names.get(own, "") for own in (model.get_output_embeddings(), model.get_input_embeddings()))
-    if head and head not in tensors and table in tensors:
-        return {**tensors, head: tensors[table]}
-    return tensors
+    found = tensors.get(head, tensors.get(table))
+    if not head or found is None:
+        return tensors
+    return {**tensors, head: found._replace(data=found.data[:outputs])}
 
 
 def _stacks(names: list[str]) -> list[tuple[str, ...]]:
@@ -133,27 +162,54 @@ def _stacks(names: list[str]) -> list[tuple[str, ...]]:
     return stacks
 
 
-def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...]) -> _Stack:
-    found = [tensors[f"{name}.weight"] for name in names]
+def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...], form: int | None) -> _Stack:
+    """Plan a matrix. Tensors of one format share a part if their outputs are not whole tiles."""
+    found = []
+    for name in names:
+        if f"{name}.weight" not in tensors:
+            raise CorruptModelError("weights", f"{name}.weight", "is missing", "remove the model and pull it again")
+        found.append(tensors[f"{name}.weight"])
     sizes, features = [tensor.shape[0] for tensor in found], found[0].shape[1]
-    parts = [(tensor.form, tensor.data) for tensor in found if tensor.form is not None]
+    parts = [(_form(name, tensor, form), [tensor]) for name, tensor in zip(names, found, strict=True)]
     if any(size % TILE for size in sizes[:-1]):
-        forms = {form for form, _ in parts}
+        forms = {own for own, _ in parts}
         if len(forms) > 1:
             raise CorruptModelError("weights", names, f"{sizes} outputs in several formats cannot share a matrix")
-        parts = [(forms.pop(), np.concatenate([rows for _, rows in parts]))]
-    return _Stack(names, sizes, parts, features)
+        parts = [(forms.pop(), found)]
+    return _Stack(names, sizes, parts, -(-features // 32) * 32)
+
+
+def _form(name: str, tensor: StoredTensor, wanted: int | None) -> int:
+    """Return the format in which a matrix is run."""
+    if tensor.form is not None and (wanted is None or FORMATS[tensor.form].bits <= FORMATS[wanted].bits):
+        return tensor.form
+    if wanted is None:
+        limit, hint = "is not in blocks, so that its format does not say how it is run", 'use quantization="int8"'
+        raise CorruptModelError("weights", f"{name}.weight", limit, hint)
+    return wanted
 
 
 def _pack(stack: _Stack, begin: int, arena: Bytes) -> Weights:
     """Lay out a stack's matrix in its place."""
     table, tile = [], 0
-    for (form, rows), size in zip(stack.parts, stack.bytes_of_parts, strict=True):
-        pack_part(form, rows, arena[begin : begin + size])
-        tiles = -(-len(rows) // TILE)
+    for (form, tensors), size, tiles in zip(stack.parts, stack.sizes_of_parts, stack.tiles, strict=True):
+        rows = [_blocks(tensor, form, stack.features) for tensor in tensors]
+        pack_part(form, rows[0] if len(rows) == 1 else np.concatenate(rows), arena[begin : begin + size])
         table.append((form, begin, tile, tiles))
         begin, tile = begin + size, tile + tiles
     return Weights(arena, np.array(table), stack.features, sum(stack.sizes))
+
+
+def _blocks(tensor: StoredTensor, form: int, features: int) -> Bytes:
+    """Return a tensor's blocks, rounded to a format if it has another."""
+    if tensor.form == form:
+        return tensor.rows()
+    parts = []
+    for start in range(0, tensor.shape[0], _CHUNK):  # bounds the float32 temporaries
+        part = tensor.floats(start, start + _CHUNK).float().numpy()
+        padded = np.pad(part, ((0, 0), (0, features - part.shape[1]))) if part.shape[1] < features else part
+        parts.append(quantize(form, np.ascontiguousarray(padded)))
+    return np.concatenate(parts)
 
 
 def _layers(tensors: Mapping[str, StoredTensor], stack: _Stack, weights: Weights) -> Sequence[nn.Module]:
