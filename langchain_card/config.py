@@ -11,7 +11,7 @@ from langchain_card import plugins
 from langchain_card.errors import InvalidInputError, check_choice, check_range
 
 Schedule = Literal["auto", "plain", "sequential", "parallel"]
-Quantization = Literal["int8"]
+Quantization = Literal["file", "int8", "int4"]
 DraftTransport = Literal["auto", "thread", "process"]
 Exactness = Literal["default", "strict"]
 Execution = Literal["auto", "eager", "graphs", "compiled"]

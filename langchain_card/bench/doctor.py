@@ -67,8 +67,8 @@ def about_kernels(pair: Pair) -> Iterator[str]:
         yield f"The {role}, {spec.name}, runs in {form} on {', '.join(map(str, spec.devices))}."
         if tokens := machine.proposed_tokens(spec):
             yield f"It proposes the most frequent {tokens}."
-    if pair.target.form == "int8":
-        from langchain_card.runtime.cpu.matmul_kernel import instructions
+    if pair.target.form != "float":
+        from langchain_card.runtime.cpu.vectors import instructions
 
         kind = instructions()
         slower = "" if kind == "avx512vnni" else ", which is slower than AVX-512 VNNI"
@@ -101,9 +101,9 @@ def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
 
 
 def _has_int8() -> bool:
-    from langchain_card.runtime.cpu.matmul_kernel import instructions
+    from langchain_card.runtime.cpu.vectors import instructions
 
-    return instructions() is not None
+    return instructions() != "portable"
 
 
 def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:

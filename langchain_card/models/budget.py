@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 import psutil
 import torch
-from safetensors import safe_open
 
 from langchain_card.errors import DeviceError
+from langchain_card.models.block_index import read_tensors
 from langchain_card.models.loader import ModelSpec, Pair, device_map, is_loaded
 from langchain_card.models.placement import shares
 from langchain_card.models.quantization import find_quantizer, quantized_bytes
 from langchain_card.models.safety import weight_files
+from langchain_card.runtime.cpu.block_formats import FORMATS
 from langchain_card.runtime.families import empty_model, kv_shape, read_config
 from langchain_card.runtime.runner import TEXT_CHUNK
 
@@ -29,8 +30,8 @@ FIXED_RESERVE = 256 << 20
 MAX_SEQS = 16
 """Default upper bound of sequences at once, chosen for few CPU cores, where a pass gains little from more sequences."""
 
-_PACKED = 1.06
-"""Memory of a packed int8 matrix over its size on disk: 1.01 to 1.18 was measured, depending on the shape."""
+_PACKED = 1.03
+"""Memory of a matrix as the kernel reads it over its blocks in a file."""
 
 _INTEGER_TILE, _INTEGER_BLOCK = 32, 64
 """Integer KV is padded to whole tiles of a head's features, and to whole blocks of positions."""
@@ -49,8 +50,8 @@ def free_bytes(device: torch.device) -> int:
 
 def weight_bytes(spec: ModelSpec) -> int:
     """Return the bytes that a model's weights take on their device."""
-    if spec.form == "int8":
-        return _int8_bytes(spec)
+    if spec.form != "float":
+        return _block_bytes(spec)
     config = read_config(spec.folder)
     quantizer, model = find_quantizer(config, spec.quantization, spec.device), empty_model(config).to(spec.dtype)
     if quantizer is None:
@@ -117,8 +118,7 @@ class ModelNeeds:
 
     def __init__(self, role: str, spec: ModelSpec, scratch: int) -> None:
         self.role, self.spec, self.scratch = role, spec, scratch
-        forms = 1.5 if spec.draft and spec.form == "int8" else 1.0  # 4 bits, made from 8
-        self.weights = 0 if is_loaded(spec) else int(forms * weight_bytes(spec))
+        self.weights = 0 if is_loaded(spec) else weight_bytes(spec)
         self._config = read_config(spec.folder).get_text_config()
         self.shares = {spec.device: (1.0, 1.0)}
         if spec.others:
@@ -190,14 +190,16 @@ def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
     return "the weights alone do not fit: use a smaller model, a quantized form of it, or several CUDA devices"
 
 
-def _int8_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of int8 weights: matrices stay in int8, the rest is converted to the model's dtype."""
+def _block_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of weights in blocks. A table of embeddings in a file takes memory only where it is used."""
+    bits = {"int8": 8.5, "int4": 4.5}.get(spec.form, 4.5 if spec.draft else 16.0)
     total = 0.0
-    for file in weight_files(spec.folder):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a mapping)
-                stored = weights.get_slice(name)
-                total += math.prod(stored.get_shape()) * (_PACKED if stored.get_dtype() == "I8" else spec.itemsize)
+    for name, tensor in read_tensors(spec.folder, indexed=spec.indexed).items():
+        count = math.prod(tensor.shape)
+        if tensor.form is not None:
+            total += count * min(bits, 8 * FORMATS[tensor.form].size / FORMATS[tensor.form].features) / 8 * _PACKED
+        else:
+            total += count * (bits / 8 if len(tensor.shape) > 1 and not spec.indexed else spec.itemsize)
     return int(total)
 
 

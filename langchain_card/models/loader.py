@@ -14,7 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from langchain_card.config import NGRAM, EngineConfig
+from langchain_card.config import NGRAM, QUANTIZATIONS, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
 from langchain_card.models import draft_form
 from langchain_card.models.download import BUILTINS
@@ -23,7 +23,6 @@ from langchain_card.models.headers import DEFAULT_MAX_LEN
 from langchain_card.models.placement import capacity, draft_device, find_devices, place
 from langchain_card.models.quantization import find_quantizer
 from langchain_card.models.registry import Registry
-from langchain_card.models.safety import weight_files
 from langchain_card.models.store import ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
@@ -35,7 +34,9 @@ from langchain_card.runtime.threads import single_threaded
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_INT8_DTYPES = ("auto", "float32")
+_BLOCK_DTYPES = ("auto", "float32")
+
+Form = Literal["float", "file", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +46,28 @@ class ModelSpec:
     Attributes:
         name: the user's name of the model.
         folder: folder with config, tokenizer and weights.
-        form: form of the weights on disk.
+        form: how weights are held: as floats, in the blocks of their GGUF file, or rounded to blocks of 8 or 4 bits.
         device: the first device.
         dtype: type of activations, and of weights in the float form.
         quantization: JSON of a transformers quantization config for float weights; None to load them unchanged.
         others: further devices that hold layers.
         compiled: whether its layers are compiled.
         draft: whether it is loaded in the form of a draft (`draft_form`).
+        indexed: whether the folder has the index of a GGUF file in place of most weights.
         integer_kv: whether keys and values are integers, of 16 and 8 bits; else they have the type of the activations.
             The weights are the same.
     """
 
     name: str
     folder: Path
-    form: Literal["float", "int8"]
+    form: Form
     device: torch.device
     dtype: torch.dtype
     quantization: str | None = None
     others: tuple[torch.device, ...] = ()
     compiled: bool = False
     draft: bool = False
+    indexed: bool = False
     integer_kv: bool = field(default=False, compare=False)
 
     @property
@@ -152,28 +155,28 @@ def _spec(
     config: EngineConfig, field: str, name: str, devices: Sequence[torch.device], progress: Progress | None
 ) -> ModelSpec:
     quantization, device = config.quantization, devices[0]
+    runs, is_gguf = _blocks_run(config, device), name in BUILTINS or name.endswith(".gguf")
     if quantization == "auto":
-        quantization = "int8" if name in BUILTINS and _int8_runs(config, device) else None
-    elif quantization == "int8" and not _int8_runs(config, device):
-        why = f"int8 runs on a CPU with AVX2 in float32, not on {device} in {config.dtype}"
-        if device.type == "cpu" and config.dtype in _INT8_DTYPES:
-            why = "int8 runs on CPUs with AVX2, which this one lacks"
-        raise InvalidInputError("quantization", "int8", why, 'use quantization=None, or device="cpu"')
+        quantization = "file" if is_gguf and runs and _blocks_are_fast() else None
+    elif quantization in QUANTIZATIONS and not runs:
+        why = f"blocks run on a CPU in float32, not on {device} in {config.dtype}"
+        raise InvalidInputError("quantization", quantization, why, 'use quantization=None, or device="cpu"')
     if config.dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     else:
         dtype = _DTYPES[config.dtype]
-    form: Literal["float", "int8"] = "int8" if quantization == "int8" else "float"
+    form: Form = quantization if quantization in QUANTIZATIONS else "float"  # type: ignore[assignment]
     passed = quantization if quantization != form else None
-    folder = ModelStore().prepare(name, form, progress)
+    indexed = is_gguf and form != "float"
+    folder = ModelStore().prepare(name, "file" if indexed or form == "file" else "float", progress)
     compiled = config.execution == "compiled" and device.type == "cuda"
-    in_int8 = {"auto": form == "int8", "int8": _int8_runs(config, device), "float": False}[config.kv_dtype]
+    in_int8 = {"auto": form != "float", "int8": runs, "float": False}[config.kv_dtype]
     if field == "model" and config.kv_dtype == "int8" and not in_int8:  # drafts fall back to floats
-        why = f"int8 runs on a CPU with AVX2 in float32, not on {device} in {config.dtype}"
+        why = f"int8 runs on a CPU in float32, not on {device} in {config.dtype}"
         raise InvalidInputError("kv_dtype", "int8", why, 'use kv_dtype="auto"')
     spec = ModelSpec(
         name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled,
-        integer_kv=in_int8 and config.exact != "strict",
+        indexed=indexed, integer_kv=in_int8 and config.exact != "strict",
     )  # fmt: skip
     check_family(name, spec.folder, field)
     if form == "float":
@@ -181,12 +184,14 @@ def _spec(
     return spec
 
 
-def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
-    if device.type != "cpu" or config.dtype not in _INT8_DTYPES:
-        return False
-    from langchain_card.runtime.cpu.matmul_kernel import instructions  # imports numba, which float weights do not need
+def _blocks_run(config: EngineConfig, device: torch.device) -> bool:
+    return device.type == "cpu" and config.dtype in _BLOCK_DTYPES
 
-    return instructions() is not None
+
+def _blocks_are_fast() -> bool:
+    from langchain_card.runtime.cpu.vectors import instructions  # imports numba, which float weights do not need
+
+    return instructions() != "portable"
 
 
 def _text_config(spec: ModelSpec) -> Any:
@@ -236,21 +241,21 @@ def num_loaded_models() -> int:
     return len(_models)
 
 
-def load_model(spec: ModelSpec, *, fused: bool = True) -> Any:
+def load_model(spec: ModelSpec, *, fused: bool = True, whole_head: bool = False) -> Any:
     """Load a causal language model of transformers in evaluation mode, with this package's attention.
 
     Args:
         spec: the model.
-        fused: whether layers of an int8 model may be replaced by compiled ones, which cannot run in
-            transformers' own loops.
+        fused: whether layers with blocks may be replaced by compiled ones, which cannot run in transformers' own loops.
+        whole_head: whether a draft keeps all outputs.
     """
     with single_threaded():
-        model = _load_int8(spec, fused=fused) if spec.form == "int8" else _load_float(spec)
+        model = _load_float(spec) if spec.form == "float" else _load_blocks(spec, fused, whole_head)
     if spec.compiled:
         compile_layers(model)
-    if spec.draft and spec.form != "int8":
-        draft_form.make_draft(model, spec.form)
-    if spec.form == "int8" and fused:
+    if spec.draft and spec.form == "float" and not whole_head:
+        draft_form.cut_head(model)
+    if spec.form != "float" and fused:
         from langchain_card.runtime.cpu import fused_layers  # imports numba, which float weights do not need
 
         fused_layers.stack_layers(model.get_decoder())
@@ -283,17 +288,18 @@ def _load_float(spec: ModelSpec) -> Any:
         raise DeviceError("device", str(spec.device), f"{spec.name} does not fit", "use a smaller model") from error
 
 
-def _load_int8(spec: ModelSpec, *, fused: bool) -> Any:
-    from langchain_card.models import gguf
-    from langchain_card.runtime.cpu.quantized_weights import read_weights  # imports numba, which float weights do not need
+def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
+    from langchain_card.models.block_index import read_tensors
+    from langchain_card.runtime.cpu.block_formats import Q4_0, Q8_0  # imports numba, which float weights do not need
+    from langchain_card.runtime.cpu.quantized_weights import read_weights
 
-    config = read_config(spec.folder)
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
     with empty:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
-    reader = gguf.open_gguf(spec.folder.parent / "source.gguf")
-    tensors = gguf.stored_tensors(reader, model)
-    if spec.draft:
-        tensors["lm_head.weight"] = tensors["lm_head.weight"]._replace(data=tensors["lm_head.weight"].data[: draft_form.HEAD])
-    read_weights(model, tensors, spec.dtype, fused=fused)
+        model = AutoModelForCausalLM.from_config(
+            read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
+        )
+    tensors = read_tensors(spec.folder, indexed=spec.indexed)
+    form = Q4_0 if spec.draft else {"file": None, "int8": Q8_0, "int4": Q4_0}[spec.form]
+    most = draft_form.HEAD if spec.draft and not whole_head else None
+    read_weights(model, tensors, spec.dtype, form=form, max_outputs=most, fused=fused)
     return model

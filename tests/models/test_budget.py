@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
 
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.engine.drafter_hosts import SCRATCH as DRAFT_SCRATCH
@@ -19,7 +20,6 @@ from langchain_card.models import loader
 from langchain_card.models.budget import FIXED_RESERVE, ModelNeeds, check_budget, free_bytes, weight_bytes
 from langchain_card.models.loader import Pair, acquire_model, load_model, release_model, resolve
 from langchain_card.runtime.cpu import matmul_kernel
-from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
 from langchain_card.runtime.kv_cache import TensorKV
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny

@@ -149,15 +149,12 @@ class _Tile:
         sums = [functools.reduce(b.add, parts) for parts in zip(*chains, strict=True)]
         units = FLOATS([float(3 << 22)] * LANES)
         grown = [
-            k.fma(b.fsub(b.bitcast(own, FLOATS), units), scale, before)
-            for own, before in zip(sums, inner, strict=True)
+            k.fma(b.fsub(b.bitcast(own, FLOATS), units), scale, before) for own, before in zip(sums, inner, strict=True)
         ]
         if self.whole or not form.has_min:
             return grown
         least = b.fneg(k.halves_at(head, 32))  # sums of levels are stored negative
-        return [
-            k.fma(b.sitofp(self._row_integer(self.sums, number, n), FLOATS), least, grown[n]) for n in self.rows
-        ]
+        return [k.fma(b.sitofp(self._row_integer(self.sums, number, n), FLOATS), least, grown[n]) for n in self.rows]
 
     def _start(self, number: Any, n: int) -> Any:
         """Return where a group's sum starts: at less the offset times the sum of the row's levels."""

@@ -12,7 +12,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from langchain_card.runtime.cpu.block_formats import BLOCK_BYTES, FACTORS, FORMATS, MINS, SCALES, Bytes, Format, read_block
+from langchain_card.runtime.cpu.block_formats import (
+    BLOCK_BYTES,
+    FACTORS,
+    FORMATS,
+    MINS,
+    SCALES,
+    Bytes,
+    Format,
+    read_block,
+)
 from langchain_card.runtime.cpu.compiled import compiled
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]

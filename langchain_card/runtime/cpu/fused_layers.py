@@ -20,8 +20,8 @@ from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.block_matmul import Weights
 from langchain_card.runtime.cpu.compiled import cores
 from langchain_card.runtime.cpu.integer_kv import IntegerKV
-from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm, LinearPart, QuantizedLinear, as_array
 from langchain_card.runtime.cpu.plan import RowStablePlan, arrays, kernel_heads
+from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm, LinearPart, QuantizedLinear, as_array
 from langchain_card.runtime.cpu.row_attention import Seen
 from langchain_card.runtime.rows import AttentionOptions
 

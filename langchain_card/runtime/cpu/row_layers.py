@@ -187,9 +187,7 @@ def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, threads: 
 
 
 @compiled()
-def _read(
-    x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, thread: int, threads: int
-) -> None:
+def _read(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, thread: int, threads: int) -> None:
     """Norm and round a thread's rows."""
     row = np.zeros(features, np.float32)
     for n in range(thread, len(x), threads):
@@ -201,9 +199,7 @@ def _read(
 
 
 @compiled(parallel=True)
-def _read_together(
-    x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, threads: int
-) -> None:
+def _read_together(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, threads: int) -> None:
     for thread in numba.prange(threads):
         _read(x, norm, eps, features, rounded, np.int64(thread), threads)
 

@@ -130,7 +130,9 @@ class Builder:
         if instructions() == "portable":
             longs = vector(I32, 32)
             return self._add_parts(sums, self.b.mul(self.b.sext(left, longs), self.b.sext(right, longs)), 2)
-        products = (self.call("llvm.x86.avx2.pmadd.wd", own.type, *rest) for own, *rest in self._halves(sums, left, right))
+        products = (
+            self.call("llvm.x86.avx2.pmadd.wd", own.type, *rest) for own, *rest in self._halves(sums, left, right)
+        )
         return self.b.add(sums, self._join(products))
 
     def _add_parts(self, sums: Any, products: Any, count: int) -> Any:

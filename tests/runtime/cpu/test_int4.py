@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
+from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
@@ -18,7 +19,6 @@ from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.cpu import fused_layers, int4, matmul_kernel
 from langchain_card.runtime.cpu import integer_matmul as products
 from langchain_card.runtime.cpu.int8 import quantize_rows
-from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
 from tests.simulation import FixedPolicy
 from tests.support import tiny
 

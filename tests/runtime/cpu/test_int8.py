@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from langchain_card.runtime.cpu.integer_layers import IntegerLinear
 
 from langchain_card.runtime.cpu import compiled, matmul_kernel, row_layers
 from langchain_card.runtime.cpu import integer_matmul as products
 from langchain_card.runtime.cpu.int8 import ACTIVATION_LEVELS, quantize_rows, rotate
-from langchain_card.runtime.cpu.integer_layers import IntegerLinear
 
 pytestmark = pytest.mark.skipif(matmul_kernel.instructions() is None, reason="this CPU lacks AVX2")
 
