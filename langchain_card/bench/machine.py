@@ -52,9 +52,8 @@ def gpus() -> list[str]:
 def number_format(spec: ModelSpec) -> str:
     """Return the number format of a model's weights, in words."""
     if spec.form != "float":
-        return (
-            "4 bits" if spec.draft else {"file": "the blocks of its file", "int8": "int8", "int4": "4 bits"}[spec.form]
-        )
+        words = {"file": "the blocks of its file", "int8": "int8", "int4": "4 bits"}
+        return "4 bits" if spec.draft else words[spec.form]
     return str(spec.dtype).removeprefix("torch.") + (", quantized" if spec.quantization else "")
 
 

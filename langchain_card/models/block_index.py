@@ -41,7 +41,7 @@ def write_index(source: Path, blocks: Mapping[str, Any], numbers: Mapping[str, A
 
 
 def read_tensors(folder: Path, *, indexed: bool) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder: those of its safetensors files, and those of its index, as views of a mapped file.
+    """Return the tensors of a folder: those of its safetensors files, and those of its index, views of a mapped file.
 
     Args:
         folder: a model's folder.
@@ -52,7 +52,7 @@ def read_tensors(folder: Path, *, indexed: bool) -> dict[str, StoredTensor]:
     """
     tensors = dict[str, StoredTensor]()
     for path in weight_files(folder):
-        file = safe_open(path, framework="pt")
+        file: Any = safe_open(path, framework="pt")
         tensors |= {name: StoredTensor(None, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     if indexed:
         tensors |= _blocks(folder / INDEX)
@@ -67,7 +67,7 @@ def _blocks(path: Path) -> dict[str, StoredTensor]:
         raise CorruptModelError("index", str(path), f"cannot be read ({error})", _HINT) from error
     if not source.is_file() or source.stat().st_size != size:
         raise CorruptModelError("model", str(source), f"must have the {size:,} bytes that it had", _HINT)
-    whole, forms = np.memmap(source, np.uint8, "r"), {form.name: form.index for form in FORMATS}
+    whole, forms = np.memmap(source, np.uint8, "r"), {form.name: form.number for form in FORMATS}
     tensors = dict[str, StoredTensor]()
     for name, (kind, rows, row_size, offset, order) in table.items():
         if offset < 0 or offset + rows * row_size > size or kind not in forms:

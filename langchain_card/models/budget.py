@@ -194,7 +194,7 @@ def _block_bytes(spec: ModelSpec) -> int:
     """Return the bytes of weights in blocks. A table of embeddings in a file takes memory only where it is used."""
     bits = {"int8": 8.5, "int4": 4.5}.get(spec.form, 4.5 if spec.draft else 16.0)
     total = 0.0
-    for name, tensor in read_tensors(spec.folder, indexed=spec.indexed).items():
+    for tensor in read_tensors(spec.folder, indexed=spec.indexed).values():
         count = math.prod(tensor.shape)
         if tensor.form is not None:
             total += count * min(bits, 8 * FORMATS[tensor.form].size / FORMATS[tensor.form].features) / 8 * _PACKED

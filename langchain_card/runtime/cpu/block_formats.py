@@ -1,7 +1,7 @@
 """Formats of quantized weights in GGUF files, and reading their blocks.
 
-A row of a matrix is a sequence of blocks. A block holds whole numbers of 4, 5, 6 or 8 bits, its *codes*, and a scale for
-each group of 16 or 32 features. A weight is `scale * (code - offset)`, in some formats less a minimum of its group. In
+A row of a matrix is a sequence of blocks. A block holds whole numbers of 4, 5, 6 or 8 bits, its *codes*, and a scale
+for each group of 16 or 32 features. A weight is `scale * (code - offset)`, in some formats less a minimum of its group. In
 the formats of 256 features a block ("K"), scales and minimums are small integers times a factor of the block; in those
 of 32, a block is one group with float16 numbers. The layout is that of llama.cpp (ggml/src/ggml-common.h).
 """
@@ -21,7 +21,7 @@ class Format(NamedTuple):
     """A format of blocks.
 
     Attributes:
-        index: position in `FORMATS`.
+        number: position in `FORMATS`.
         name: in GGUF files.
         bits: of a code.
         features: of a block.
@@ -32,7 +32,7 @@ class Format(NamedTuple):
         size: bytes of a block in a file.
     """
 
-    index: int
+    number: int
     name: str
     bits: int
     features: int
@@ -63,7 +63,7 @@ _FEATURES, _GROUPS, _OFFSETS, _HAS_MIN, _SIZES = (
 
 
 FACTORS, SCALES, MINS, BLOCK_BYTES = 256, 260, 276, 292
-"""A block, taken apart, is an array of bytes: 256 codes at most, then two factors (float16), then the integer scales and
+"""A block, taken apart, is an array of bytes: up to 256 codes, then two factors (float16), then the integer scales and
 minimums of up to 16 groups."""
 
 
@@ -72,7 +72,7 @@ def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
     """Take the block at a place of a row of a file apart.
 
     Args:
-        form: index of the format.
+        form: number of the format.
         row: of the file.
         at: first byte of the block.
         block: [BLOCK_BYTES], output. A tuple of arrays, or a slice, would cost as much time as a small block.
@@ -89,13 +89,13 @@ def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
             block[SCALES + i] = row[at + 192 + i]
         return
     at += 2
-    if form == Q4_1 or form == Q5_1 or form == Q4_K or form == Q5_K:
+    if form in (Q4_1, Q5_1, Q4_K, Q5_K):
         block[FACTORS + 2], block[FACTORS + 3] = row[at], row[at + 1]
         at += 2
     if form == Q8_0:
         for i in range(32):
             block[i] = row[at + i] ^ 128
-    elif form == Q4_K or form == Q5_K:
+    elif form in (Q4_K, Q5_K):
         for i in range(4):
             block[SCALES + i], block[MINS + i] = row[at + i] & 63, row[at + 4 + i] & 63
             block[SCALES + 4 + i] = (row[at + 8 + i] & 15) | ((row[at + i] >> 6) << 4)
@@ -110,10 +110,10 @@ def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
                 for i in range(32):
                     block[32 * group + i] |= ((row[at + 12 + i] >> group) & 1) << 4
     else:
-        nibbles = at + 4 if form == Q5_0 or form == Q5_1 else at
+        nibbles = at + 4 if form in (Q5_0, Q5_1) else at
         for i in range(16):
             block[i], block[16 + i] = row[nibbles + i] & 15, row[nibbles + i] >> 4
-        if form == Q5_0 or form == Q5_1:
+        if form in (Q5_0, Q5_1):
             for eight in range(4):
                 bits = row[at + eight]
                 for i in range(8):

@@ -200,7 +200,7 @@ def block_tile(
 ) -> Any:  # fmt: skip
     """Multiply 1, 2, 4 or 8 rows, up to `MAX_ROWS`, with a tile of weights.
 
-    All arguments are integers: the index of the format; the number of rows; the addresses of a block of rounded rows
+    All arguments are integers: the number of the format; the number of rows; the addresses of a block of rounded rows
     (`block_matmul.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the
     address of the output, and the length of its rows.
     """
@@ -211,7 +211,7 @@ def block_tile(
         for of_form in FORMATS:
             for count in ROW_COUNTS:
                 way = b.append_basic_block()
-                ways.add_case(I64(of_form.index * LANES + count), way)
+                ways.add_case(I64(of_form.number * LANES + count), way)
                 b.position_at_end(way)
                 write = functools.partial(_write, of_form, count)
                 b.call(own_function(b.module, f"blocks.{of_form.name}.{count}", [I64] * 10, write), args[2:])

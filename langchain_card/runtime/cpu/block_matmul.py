@@ -10,15 +10,17 @@ in order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.block_formats import FORMATS, Bytes
-from langchain_card.runtime.cpu.block_kernel import BLOCK, MAX_ROWS, UNITS, block_tile
+from langchain_card.runtime.cpu.block_kernel import BLOCK, UNITS, block_tile
 from langchain_card.runtime.cpu.block_tiles import TILE, block_size, pack_tile
 from langchain_card.runtime.cpu.compiled import Array, Slots, compiled
+from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
 Levels: TypeAlias = np.ndarray[Any, np.dtype[np.int8]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
@@ -34,7 +36,7 @@ class Weights(NamedTuple):
 
     Attributes:
         stored: tiles of all parts (`block_tiles`).
-        parts: [parts, 4] index of a part's format, its first byte, its first tile, and its number of tiles.
+        parts: [parts, 4] number of a part's format, its first byte, its first tile, and its number of tiles.
         features: features of a row of activations.
         outputs: outputs of a row of products.
     """
@@ -76,25 +78,22 @@ def tile_bytes(form: int, features: int) -> int:
     return size
 
 
-def pack(parts: list[tuple[int, Bytes]], features: int, stored: Bytes | None = None) -> Weights:
-    """Lay out a matrix for the kernel.
+def pack(parts: Sequence[tuple[int, Bytes]], features: int) -> Weights:
+    """Lay out a matrix for the kernel, in memory of its own.
 
     Args:
-        parts: index of the format, and blocks [outputs, bytes] of a file, of each part. The outputs of all but the last
-            part are whole tiles.
+        parts: number of the format, and blocks [outputs, bytes] of a file, of each part. The outputs of all but the
+            last part are whole tiles.
         features: features of a row of activations.
-        stored: zeros to write to, as many as `packed_bytes` says; allocated by default.
     """
-    shapes = [(form, -(-len(rows) // TILE)) for form, rows in parts]
-    table, begin, tile = [], 0, 0
-    for form, tiles in shapes:
-        table.append((form, begin, tile, tiles))
-        begin, tile = begin + tiles * tile_bytes(form, features), tile + tiles
-    stored = empty_bytes(begin) if stored is None else stored
-    weights = Weights(stored, np.array(table), features, sum(len(rows) for _, rows in parts))
-    for (form, rows), (_, first, _, tiles) in zip(parts, table, strict=True):
-        pack_part(form, rows, stored[first : first + tiles * tile_bytes(form, features)])
-    return weights
+    tiles = [-(-len(rows) // TILE) for _, rows in parts]
+    sizes = [count * tile_bytes(form, features) for (form, _), count in zip(parts, tiles, strict=True)]
+    stored, begin, tile, table = empty_bytes(sum(sizes)), 0, 0, []
+    for (form, rows), count, size in zip(parts, tiles, sizes, strict=True):
+        pack_part(form, rows, stored[begin : begin + size])
+        table.append((form, begin, tile, count))
+        begin, tile = begin + size, tile + count
+    return Weights(stored, np.array(table), features, sum(len(rows) for _, rows in parts))
 
 
 @compiled()

@@ -1,9 +1,9 @@
 """The layout of blocks that the kernel reads: one stream for each tile of 16 outputs.
 
 A tile holds, one block of features after the other, for 16 outputs side by side: factors (float16), then in formats of
-256 features integer scales and minimums (of two groups side by side), then codes. 64 bytes of codes are 4 features of 16 outputs. A byte holds two
-codes of 4 bits: those of features 8n to 8n + 3 are its low half, the next four its high half. What codes of 5 and 6 bits
-have beyond that precedes them, in 64 bytes for each group.
+256 features integer scales and minimums (these of two groups side by side), then codes. 64 bytes of codes are 4 features
+of 16 outputs. A byte holds two codes of 4 bits: those of features 8n to 8n + 3 are its low half, the next four its high
+half. The upper bits of codes of 5 and 6 bits precede them, in 64 bytes for each group.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pack_tile(form: int, rows: Bytes, tile: Bytes) -> None:
     """Lay out up to 16 outputs.
 
     Args:
-        form: index of the format.
+        form: number of the format.
         rows: [outputs, bytes] of a file.
         tile: [blocks x `block_size`]; set to zero before.
     """

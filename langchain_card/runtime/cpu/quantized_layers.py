@@ -40,7 +40,7 @@ class QuantizedEmbedding(nn.Module):
     """An embedding table whose rows are read from the blocks of a file.
 
     Args:
-        form: index of the blocks' format.
+        form: number of the blocks' format.
         rows: [tokens, bytes]; a view of a mapped file takes memory only for the tokens that are used.
     """
 

@@ -33,7 +33,7 @@ class StoredTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
-        form: index of its blocks' format, or None for numbers.
+        form: number of its blocks' format, or None for numbers.
         data: blocks [outputs, bytes], or an array of numbers in the tensor's shape.
         order: which of the blocks' rows the tensor has, in order; empty for all of them as they are.
     """

@@ -107,7 +107,8 @@ class Builder:
             words = vector(I16, 64)
             products = self.b.mul(self.b.zext(weights, words), self.b.sext(levels, words))
             return self._add_parts(sums, products, 4)
-        return self._join(self._dot_half(*parts, wide) for parts in self._halves(sums, weights, levels))
+        halves = self._halves(sums, weights, levels)
+        return self._join(self._dot_half(own, left, right, wide) for own, left, right in halves)
 
     def _dot_half(self, sums: Any, weights: Any, levels: Any, wide: bool) -> Any:
         if instructions() == "avxvnni":
