@@ -249,7 +249,8 @@ class EngineConfig:
         if self.max_model_len is not None:
             check_range("max_model_len", self.max_model_len, 16, 10_000_000)
         if self.draft_context is not None:
-            check_range("draft_context", self.draft_context, 16, 10_000_000, "None for all of a text")
+            hint = 'None for all of a text ("all" on the command line)'
+            check_range("draft_context", self.draft_context, 16, 10_000_000, hint)
         for name in ("drafters", "stack"):
             if isinstance(value := getattr(self, name), str):
                 raise InvalidInputError(name, value, "must be a tuple of names", f"write {name}=({value!r},)")

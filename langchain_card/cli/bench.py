@@ -30,6 +30,9 @@ ANSWERS = (16, 64, 256)
 _SHORT = {"prompts": "own", "max_tokens": 128, "batch": 1, "count": None, "steps": None}
 """Options that do not go with `--context`, with their defaults."""
 
+_SET_BY_CONTEXT = {"max_model_len": None, "prefix_cache": "memory"}
+"""Options of the engine that do not go with `--context`: it makes room for the texts, and reads each of them."""
+
 _MARGIN = 64
 """Tokens by which a long prompt may exceed its nominal length."""
 
@@ -80,7 +83,7 @@ def _check(args: argparse.Namespace) -> None:
     from langchain_card.errors import InvalidInputError, check_range
 
     if args.context is not None:
-        for name, default in _SHORT.items():
+        for name, default in (_SHORT | _SET_BY_CONTEXT).items():
             if getattr(args, name) != default:
                 option = f"--{name.replace('_', '-')}"
                 raise InvalidInputError(option, getattr(args, name), "does not go with --context", "leave one out")

@@ -159,7 +159,8 @@ class Chat:
 
         question, model = {"role": "user", "content": text}, self._engine.config.model
         try:
-            prompt_ids = encode([*self._messages, question], self._engine.tokenizer, model)
+            tokenizer, max_len = self._engine.tokenizer, self._engine.max_model_len
+            prompt_ids = encode([*self._messages, question], tokenizer, model, max_len=max_len)
             generation = self._engine.submit(prompt_ids, self._params)
         except InvalidInputError as error:
             self._screen.fail(error)

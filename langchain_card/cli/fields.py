@@ -43,6 +43,7 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     )
     kept = "where beginnings of texts are kept: in memory (default), or also in a folder for later processes"
     parser.add_argument("--prefix-cache", default="memory", choices=PREFIX_CACHES, help=kept)
+    parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (the model's, at most 8,192)")
     lossy = 'rule by which guesses become the answer: exact (%(default)s), or one that is lossy, such as "loose"'
     parser.add_argument("--acceptance", default="exact", metavar="RULE", help=lossy)
     parser.add_argument("--draft-transport", default="auto", choices=DRAFT_TRANSPORTS, help="where the draft runs")
@@ -85,6 +86,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
         "kv_dtype": args.kv_dtype,
         "draft_context": args.draft_context,
         "prefix_cache": args.prefix_cache,
+        "max_model_len": args.max_model_len,
         "quantization": None if args.quantization == "none" else args.quantization,
     }
 

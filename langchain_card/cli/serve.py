@@ -45,7 +45,6 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=params.max_tokens, help="likewise (%(default)s)")
     parser.add_argument("--temperature", type=float, default=params.temperature, help="likewise (%(default)s)")
-    parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (the model's, at most 8,192)")
     parser.add_argument("--max-num-seqs", type=int, help="answers decoded at once (by free memory)")
     parser.add_argument("--max-queue", type=int, default=limits.max_queue, help="requests that wait (%(default)s)")
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests may call the model")
@@ -67,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
     check_range("--drain", args.drain, 0, 86_400)
     limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
     fields = {**engine_fields(args), **drafter_fields(args), "isolate": args.isolate, "limits": limits}
-    fields["max_model_len"] = args.max_model_len
     config = EngineConfig(**fields)
     SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
     if not keys and not is_loopback(args.host):

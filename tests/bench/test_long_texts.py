@@ -124,6 +124,8 @@ def test_the_command_measures_draws_and_fills_the_page(
         (["--context", "100", "--max-tokens", "16"], "--max-tokens"),
         (["--context", "100", "--prompts", "humaneval"], "--prompts"),
         (["--context", "100", "--steps", "steps.json"], "--steps"),
+        (["--context", "100", "--max-model-len", "512"], "--max-model-len"),
+        (["--context", "100", "--prefix-cache", "folder"], "--prefix-cache"),
         (["--context", "100", "--methods", "openvino"], "pip install openvino-genai"),
     ],
 )

@@ -75,7 +75,7 @@ def test_conversation_through_pipes() -> None:
     assert re.findall(r"all answers +(\d), +(\d+) tokens", done.stdout) == [("1", "8"), ("2", "16"), ("3", "24")]
     answers = re.split(r"last answer.*\n(?:.+\n)*?all answers.*\n", done.stdout)
     assert answers[0] == answers[2]
-    assert "the context holds 8,192 tokens" in done.stderr
+    assert "the context holds 8,192" in done.stderr
     assert "Hint: shorten the prompt" in done.stderr
     assert "There is no command /huh" in done.stderr
     assert "/reset   forget the conversation" in done.stdout

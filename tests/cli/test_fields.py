@@ -25,6 +25,7 @@ def config(*args: str) -> EngineConfig:
         (("--kv-dtype", "float"), {"kv_dtype": "float"}),
         (("--draft-context", "300"), {"draft_context": 300}),
         (("--draft-context", "all"), {"draft_context": None}),
+        (("--max-model-len", "512"), {"max_model_len": 512}),
     ],
 )
 def test_options_become_fields(args: tuple[str, ...], fields: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def test_prefixes_are_listed_and_removed(
     main(["models", "list"])
     assert capsys.readouterr().out.endswith("prefixes\ttexts\t0.2 MB\t-\n")
     assert main(["models", "rm", "prefixes"]) == 0 and not (tmp_path / "prefixes").exists()
+    assert main(["models", "rm", "prefixes"]) == 2 and "nothing of it is in the store" in capsys.readouterr().err
 
 
 def test_interrupt_exits_130_and_leaves_no_pip(wheels: Path, tmp_path: Path) -> None:
