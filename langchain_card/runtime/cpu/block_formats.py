@@ -1,20 +1,18 @@
 """Formats of quantized weights in GGUF files, and reading their blocks.
 
 A row of a matrix is a sequence of blocks. A block holds whole numbers of 4, 5, 6 or 8 bits, its *codes*, and a scale
-for each group of 16 or 32 features. A weight is `scale * (code - offset)`, in some formats less a minimum of its group. In
-the formats of 256 features a block ("K"), scales and minimums are small integers times a factor of the block; in those
-of 32, a block is one group with float16 numbers. The layout is that of llama.cpp (ggml/src/ggml-common.h).
+for each group of 16 or 32 features. A weight is `scale * (code - offset)`, in some formats less a minimum of its group.
+In the formats of 256 features a block ("K"), scales and minimums are small integers times a factor of the block; in
+those of 32, a block is one group with float16 numbers. The layout is that of llama.cpp (ggml/src/ggml-common.h).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from langchain_card.runtime.cpu.compiled import Array, compiled
-
-Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+from langchain_card.runtime.cpu.compiled import Array, Bytes, compiled
 
 
 class Format(NamedTuple):
@@ -54,7 +52,6 @@ FORMATS = (
     Format(Q5_K, "Q5_K", 5, 256, 32, 0, True, False, 176),
     Format(Q6_K, "Q6_K", 6, 256, 16, 32, False, True, 210),
 )
-
 
 _FEATURES, _GROUPS, _OFFSETS, _HAS_MIN, _SIZES = (
     np.array(column)

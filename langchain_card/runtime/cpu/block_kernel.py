@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
 from langchain_card.runtime.cpu.block_formats import FORMATS, Format
 from langchain_card.runtime.cpu.block_tiles import block_size, group_size, head_size
@@ -29,6 +28,7 @@ from langchain_card.runtime.cpu.vectors import (
     WORDS,
     Builder,
     close_phi,
+    intrinsic,
     own_function,
     vector,
 )

@@ -11,19 +11,16 @@ in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
-from langchain_card.runtime.cpu.block_formats import FORMATS, Bytes
+from langchain_card.runtime.cpu.block_formats import FORMATS
 from langchain_card.runtime.cpu.block_kernel import BLOCK, UNITS, block_tile
 from langchain_card.runtime.cpu.block_tiles import TILE, block_size, pack_tile
-from langchain_card.runtime.cpu.compiled import Array, Slots, compiled
+from langchain_card.runtime.cpu.compiled import Array, Bytes, Integers, Levels, Slots, compiled
 from langchain_card.runtime.cpu.vectors import MAX_ROWS
-
-Levels: TypeAlias = np.ndarray[Any, np.dtype[np.int8]]
-Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 _LEVELS: np.float32 = np.float32(127.0)
 _TINY, _ONE = np.float32(1e-30), np.float32(1.0)

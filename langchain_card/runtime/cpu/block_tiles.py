@@ -1,9 +1,9 @@
 """The layout of blocks that the kernel reads: one stream for each tile of 16 outputs.
 
 A tile holds, one block of features after the other, for 16 outputs side by side: factors (float16), then in formats of
-256 features integer scales and minimums (these of two groups side by side), then codes. 64 bytes of codes are 4 features
-of 16 outputs. A byte holds two codes of 4 bits: those of features 8n to 8n + 3 are its low half, the next four its high
-half. The upper bits of codes of 5 and 6 bits precede them, in 64 bytes for each group.
+256 features integer scales and minimums (these of two groups side by side), then codes. 64 bytes of codes are 4
+features of 16 outputs. A byte holds two codes of 4 bits: those of features 8n to 8n + 3 are its low half, the next four
+its high half. The upper bits of codes of 5 and 6 bits precede them, in 64 bytes for each group.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from langchain_card.runtime.cpu.block_formats import (
     FORMATS,
     MINS,
     SCALES,
-    Bytes,
     Format,
     read_block,
 )
-from langchain_card.runtime.cpu.compiled import compiled
+from langchain_card.runtime.cpu.compiled import Bytes, compiled
 
-Integers: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
+Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 
 TILE = 16
 _FACTORS = 64
@@ -87,7 +86,7 @@ def _put_head(form: int, block: Bytes, output: int, tile: Bytes, at: int) -> Non
 
 
 @compiled()
-def _put_codes(form: int, fours: Integers, places: Integers, at: int) -> None:
+def _put_codes(form: int, fours: Words, places: Words, at: int) -> None:
     """Put an output's codes in their places, four at a time."""
     bits, size = _BITS[form], _GROUPS[form]
     quads, high = size // 4, np.uint32(bits - 4)

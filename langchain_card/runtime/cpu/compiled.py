@@ -14,6 +14,9 @@ import numpy as np
 import torch
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+Levels: TypeAlias = np.ndarray[Any, np.dtype[np.int8]]
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Slots: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from langchain_card.runtime.cpu import row_layers
-from langchain_card.runtime.cpu.block_formats import FORMATS, Bytes, dequantize
+from langchain_card.runtime.cpu.block_formats import FORMATS, dequantize
 from langchain_card.runtime.cpu.block_matmul import Weights
-from langchain_card.runtime.cpu.compiled import Array, cores
+from langchain_card.runtime.cpu.compiled import Array, Bytes, cores
 
 
 class QuantizedLinear(nn.Module):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError
-from langchain_card.runtime.cpu.block_formats import FORMATS, Bytes, dequantize, quantize
+from langchain_card.runtime.cpu.block_formats import FORMATS, dequantize, quantize
 from langchain_card.runtime.cpu.block_matmul import Weights, empty_bytes, pack_part, tile_bytes
 from langchain_card.runtime.cpu.block_tiles import TILE
+from langchain_card.runtime.cpu.compiled import Bytes
 from langchain_card.runtime.cpu.fused_layers import fuse_layers
 from langchain_card.runtime.cpu.quantized_layers import (
     QuantizedEmbedding,

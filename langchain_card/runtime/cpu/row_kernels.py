@@ -1,7 +1,8 @@
 """The operations of a decoder layer on a row between the matrix products, compiled by numba.
 
 Each row is computed alone, so that its bits never depend on its neighbours. Arrays are float32 and contiguous. A
-"scaled" row lies in [-1, 1] and is rotated in blocks (`int8.rotate`); its scale is the factor that was divided out.
+"scaled" row lies in [-1, 1] and is rotated in blocks by a Hadamard matrix, which spreads its largest values (QuaRot,
+arXiv 2404.00456); its scale is the factor that was divided out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, row_wise
-from langchain_card.runtime.cpu.int8 import ROTATED_FEATURES
+
+ROTATED_FEATURES = 64
+"""Features of a block that is rotated."""
 
 _ONE: np.float32 = np.float32(1.0)
 _TINY, _HALF = np.float32(1e-30), np.float32(0.5)

@@ -183,7 +183,8 @@ def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, threads: 
         _read(x, norm, eps, weights.features, rounded, 0, 1)
     else:
         _read_together(x, norm, eps, weights.features, rounded, threads)
-    return multiply(rounded, weights, threads)
+    products: Array = multiply(rounded, weights, threads)
+    return products
 
 
 @compiled()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
+import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
@@ -168,7 +169,14 @@ def own_function(module: Any, name: str, arguments: Sequence[Any], write: Callab
     return module.globals[name]
 
 
-def close_phi(phi: Any, entry: Any, then: Any, end: Any) -> None:
-    """Complete a loop's variable: zero from the block `entry`, and `then` from the block `end`."""
-    phi.add_incoming(FLOATS([0.0] * LANES) if phi.type == FLOATS else phi.type(0), entry)
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """Return a function that compiled code calls; the given one returns its signature and the writer of its code."""
+    found: Any = numba.extending.intrinsic(function)
+    return found
+
+
+def close_phi(phi: Any, entry: Any, then: Any, end: Any, first: Any = None) -> None:
+    """Complete a loop's variable: `first`, or zero, from the block `entry`, and `then` from the block `end`."""
+    zero = FLOATS([0.0] * LANES) if phi.type == FLOATS else phi.type(0)
+    phi.add_incoming(zero if first is None else first, entry)
     phi.add_incoming(then, end)
