@@ -23,7 +23,8 @@ from langchain_card.engine.plugin_drafters import ChosenDrafter, source_of
 from langchain_card.engine.transports.inline import InlineTransport
 from langchain_card.engine.transports.thread import ThreadTransport
 from langchain_card.errors import CARDError, DeviceError, ModelStoreError, is_out_of_memory
-from langchain_card.models.loader import Form, ModelSpec, Pair, load_model
+from langchain_card.models.loader import ModelSpec, Pair, load_model
+from langchain_card.models.store import Form
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, read_map
 from langchain_card.ports import Constraint, Drafter, Setting, Transport
@@ -237,7 +238,6 @@ def _model_arguments(spec: ModelSpec) -> dict[str, str | int]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "quantization": spec.quantization or "",
         "draft": spec.draft,
-        "indexed": spec.indexed,
         "integer_kv": spec.integer_kv,
     }
 
@@ -253,7 +253,6 @@ def build_worker(
     dtype: str,
     quantization: str,
     draft: bool,
-    indexed: bool,
     integer_kv: bool,
     execution: str,
     max_len: int,
@@ -278,7 +277,7 @@ def build_worker(
     use_threads(num_threads)
     spec = ModelSpec(
         name, Path(folder), form, torch.device(device), getattr(torch, dtype), quantization or None,
-        compiled=execution == "compiled", draft=draft, indexed=indexed, integer_kv=integer_kv,
+        compiled=execution == "compiled", draft=draft, integer_kv=integer_kv,
     )  # fmt: skip
     runner = _runner(_load(spec), max_len, num_seqs, execution or None, integer_kv)
     vocabulary = read_map(Path(target_folder), spec.folder) if target_folder else None

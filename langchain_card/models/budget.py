@@ -20,7 +20,7 @@ from langchain_card.models.loader import ModelSpec, Pair, device_map, is_loaded
 from langchain_card.models.placement import shares
 from langchain_card.models.quantization import find_quantizer, quantized_bytes
 from langchain_card.models.safety import weight_files
-from langchain_card.runtime.cpu.block_formats import FORMATS
+from langchain_card.runtime.cpu.block_formats import FORMATS, Q4_0
 from langchain_card.runtime.families import empty_model, kv_shape, read_config
 from langchain_card.runtime.runner import TEXT_CHUNK
 
@@ -192,14 +192,12 @@ def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
 
 def _block_bytes(spec: ModelSpec) -> int:
     """Return the bytes of weights in blocks. A table of embeddings in a file takes memory only where it is used."""
-    bits = {"int8": 8.5, "int4": 4.5}.get(spec.form, 4.5 if spec.draft else 16.0)
     total = 0.0
-    for tensor in read_tensors(spec.folder, indexed=spec.indexed).values():
-        count = math.prod(tensor.shape)
-        if tensor.form is not None:
-            total += count * min(bits, 8 * FORMATS[tensor.form].size / FORMATS[tensor.form].features) / 8 * _PACKED
-        else:
-            total += count * (bits / 8 if len(tensor.shape) > 1 and not spec.indexed else spec.itemsize)
+    for tensor in read_tensors(spec.folder).values():
+        size = spec.itemsize if tensor.form is None else FORMATS[tensor.form].size / FORMATS[tensor.form].features
+        if spec.draft and tensor.form is not None:
+            size = min(size, FORMATS[Q4_0].size / FORMATS[Q4_0].features)
+        total += math.prod(tensor.shape) * size * (1 if tensor.form is None else _PACKED)
     return int(total)
 
 

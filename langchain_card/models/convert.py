@@ -1,15 +1,16 @@
-"""Write weights as safetensors, tensor by tensor: float16 matrices and float32 vectors, under transformers' names."""
+"""Write weights tensor by tensor, under transformers' names: as safetensors, or matrices in blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
 from langchain_card.models.files import Progress, need_space
@@ -42,21 +43,17 @@ class Layout:
             raise ModelStoreError("model_type", config.model_type, limit) from error
         self.shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         names = {module: f"{name}.weight" for name, module in self.model.named_modules()}
-        head = names.get(self.model.get_output_embeddings(), "")
-        self.tied_head = head if getattr(config, "tie_word_embeddings", False) else ""
+        self.head = names.get(self.model.get_output_embeddings(), "")
+        self.table = names.get(self.model.get_input_embeddings(), "")
+        self.linear = {names[module] for module in names if isinstance(module, nn.Linear)}
+        self.tied_head = self.head if getattr(config, "tie_word_embeddings", False) else ""
 
-    def planned_bytes(self) -> int:
-        """Return an upper estimate of the bytes of the stored weights."""
-        stored = (shape for name, shape in self.shapes.items() if name != self.tied_head)
-        return sum(shape.numel() * (2 if len(shape) > 1 else 4) for shape in stored)
-
-
-def _half(tensor: Tensor) -> Tensor:
-    half = tensor.to(torch.float16)
-    return half if bool(torch.isfinite(half).all()) else tensor.float()
+    def stored(self) -> Iterator[tuple[str, torch.Size]]:
+        """Yield names and shapes of the tensors that files have."""
+        return ((name, shape) for name, shape in self.shapes.items() if name != self.tied_head)
 
 
-class WeightWriter:
+class FloatWriter:
     """A writer of one safetensors file that holds one tensor in memory.
 
     The header precedes the tensors but is known last: its space is reserved and padded with blanks, which the format
@@ -77,8 +74,17 @@ class WeightWriter:
         self._file.seek(8 + self._room)
         self.written = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor (float16 or float32; any shape)."""
+    def planned_bytes(self, layout: Layout) -> int:
+        """Return an upper estimate of the bytes of a layout's weights."""
+        return sum(shape.numel() * (2 if len(shape) > 1 else 4) for _, shape in layout.stored())
+
+    def add(self, name: str, found: Any) -> None:
+        """Append a tensor or an array: matrices in float16 where they fit, vectors in float32."""
+        tensor = torch.as_tensor(found)
+        self.write(name, _half(tensor) if tensor.dim() > 1 else tensor.float())
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor as it is (float16 or float32; any shape)."""
         if tensor.nbytes % 8:
             self._late.append((name, tensor))
         else:
@@ -102,36 +108,70 @@ class WeightWriter:
         self._file.close()
 
 
-def write_weights(tensors: Iterable[tuple[str, Any]], layout: Layout, folder: Path, progress: Progress) -> None:
-    """Write weights to `model.safetensors` of a layout.
+class Writer(Protocol):
+    """A writer of a model's tensors."""
+
+    @property
+    def written(self) -> int:
+        """Bytes that were written."""
+        ...
+
+    def planned_bytes(self, layout: Layout) -> int:
+        """Return an upper estimate of the bytes of a layout's weights."""
+        ...
+
+    def add(self, name: str, found: Any) -> None:
+        """Append a tensor or an array (any float type and shape)."""
+        ...
+
+    def close(self) -> None:
+        """Complete the files."""
+        ...
+
+
+def folder_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of safetensors files, one at a time."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
+
+
+def write_weights(
+    tensors: Iterable[tuple[str, Any]], layout: Layout, writer: Writer, folder: Path, progress: Progress
+) -> None:
+    """Write the weights of a layout, and close the writer.
 
     Args:
-        tensors: name and array or tensor of every parameter, in any float dtype; unknown names are skipped.
+        tensors: name of every parameter, and what the writer takes for it; unknown names are skipped.
         layout: the layout of the same model.
-        folder: an existing folder; gets the file.
+        writer: receives the tensors.
+        folder: the writer's.
         progress: receives the bytes written.
 
     Raises:
         CorruptModelError: a tensor of the model is missing or has another shape.
         DiskSpaceError: the disk is too full.
     """
-    total = layout.planned_bytes()
-    need_space(folder, total)
+    total = writer.planned_bytes(layout)
     missing = set(layout.shapes) - {layout.tied_head}
-    writer = WeightWriter(folder / "model.safetensors", layout.shapes)
     with contextlib.closing(writer), single_threaded():
-        for name, array in tensors:
+        need_space(folder, total)
+        for name, found in tensors:
             if name not in missing:
                 continue
-            tensor = torch.as_tensor(array)
-            if tensor.shape != layout.shapes[name]:
+            if tuple(found.shape) != tuple(layout.shapes[name]):
                 limit = f"must have the shape {list(layout.shapes[name])} of the config"
-                raise CorruptModelError(name, list(tensor.shape), limit)
+                raise CorruptModelError(name, list(found.shape), limit)
             missing.discard(name)
-            writer.add(name, _half(tensor) if tensor.dim() > 1 else tensor.float())
+            writer.add(name, found)
             progress.update("convert", min(writer.written, total), total)
     if missing:
         hint = "the files do not belong together, or this architecture cannot be converted"
-        raise CorruptModelError(
-            "weights", sorted(missing)[:3], f"{len(missing)} tensors of the model are missing", hint
-        )
+        limit = f"{len(missing)} tensors of the model are missing"
+        raise CorruptModelError("weights", sorted(missing)[:3], limit, hint)
+
+
+def _half(tensor: Tensor) -> Tensor:
+    half = tensor.to(torch.float16)
+    return half if bool(torch.isfinite(half).all()) else tensor.float()

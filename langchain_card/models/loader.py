@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -23,7 +23,7 @@ from langchain_card.models.headers import DEFAULT_MAX_LEN
 from langchain_card.models.placement import capacity, draft_device, find_devices, place
 from langchain_card.models.quantization import find_quantizer
 from langchain_card.models.registry import Registry
-from langchain_card.models.store import ModelStore
+from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
 from langchain_card.runtime.attention import ATTENTION_NAME
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_DTYPES = ("auto", "float32")
 
-Form = Literal["float", "file", "int8", "int4"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -46,14 +44,13 @@ class ModelSpec:
     Attributes:
         name: the user's name of the model.
         folder: folder with config, tokenizer and weights.
-        form: how weights are held: as floats, in the blocks of their GGUF file, or rounded to blocks of 8 or 4 bits.
+        form: how weights are held (`store.ModelStore.prepare`).
         device: the first device.
         dtype: type of activations, and of weights in the float form.
         quantization: JSON of a transformers quantization config for float weights; None to load them unchanged.
         others: further devices that hold layers.
         compiled: whether its layers are compiled.
         draft: whether it is loaded in the form of a draft (`draft_form`).
-        indexed: whether the folder has the index of a GGUF file in place of most weights.
         integer_kv: whether keys and values are integers, of 16 and 8 bits; else they have the type of the activations.
             The weights are the same.
     """
@@ -67,7 +64,6 @@ class ModelSpec:
     others: tuple[torch.device, ...] = ()
     compiled: bool = False
     draft: bool = False
-    indexed: bool = False
     integer_kv: bool = field(default=False, compare=False)
 
     @property
@@ -155,9 +151,10 @@ def _spec(
     config: EngineConfig, field: str, name: str, devices: Sequence[torch.device], progress: Progress | None
 ) -> ModelSpec:
     quantization, device = config.quantization, devices[0]
-    runs, is_gguf = _blocks_run(config, device), name in BUILTINS or name.endswith(".gguf")
+    runs, store = _blocks_run(config, device), ModelStore()
     if quantization == "auto":
-        quantization = "file" if is_gguf and runs and _blocks_are_fast() else None
+        is_gguf = name in BUILTINS or name.endswith(".gguf")
+        quantization = None if not (is_gguf and runs) else "file" if store.is_in_blocks(name) else "int8"
     elif quantization in QUANTIZATIONS and not runs:
         why = f"blocks run on a CPU in float32, not on {device} in {config.dtype}"
         raise InvalidInputError("quantization", quantization, why, 'use quantization=None, or device="cpu"')
@@ -167,8 +164,7 @@ def _spec(
         dtype = _DTYPES[config.dtype]
     form: Form = quantization if quantization in QUANTIZATIONS else "float"  # type: ignore[assignment]
     passed = quantization if quantization != form else None
-    indexed = is_gguf and form != "float"
-    folder = ModelStore().prepare(name, "file" if indexed or form == "file" else "float", progress)
+    folder = store.prepare(name, form, progress)
     compiled = config.execution == "compiled" and device.type == "cuda"
     in_int8 = {"auto": form != "float", "int8": runs, "float": False}[config.kv_dtype]
     if field == "model" and config.kv_dtype == "int8" and not in_int8:  # drafts fall back to floats
@@ -176,7 +172,7 @@ def _spec(
         raise InvalidInputError("kv_dtype", "int8", why, 'use kv_dtype="auto"')
     spec = ModelSpec(
         name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled,
-        indexed=indexed, integer_kv=in_int8 and config.exact != "strict",
+        integer_kv=in_int8 and config.exact != "strict",
     )  # fmt: skip
     check_family(name, spec.folder, field)
     if form == "float":
@@ -186,12 +182,6 @@ def _spec(
 
 def _blocks_run(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cpu" and config.dtype in _BLOCK_DTYPES
-
-
-def _blocks_are_fast() -> bool:
-    from langchain_card.runtime.cpu.vectors import instructions  # imports numba, which float weights do not need
-
-    return instructions() != "portable"
 
 
 def _text_config(spec: ModelSpec) -> Any:
@@ -290,7 +280,7 @@ def _load_float(spec: ModelSpec) -> Any:
 
 def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
     from langchain_card.models.block_index import read_tensors
-    from langchain_card.runtime.cpu.block_formats import Q4_0, Q8_0  # imports numba, which float weights do not need
+    from langchain_card.runtime.cpu.block_formats import Q4_0  # imports numba, which float weights do not need
     from langchain_card.runtime.cpu.quantized_weights import read_weights
 
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
@@ -298,8 +288,7 @@ def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
         model = AutoModelForCausalLM.from_config(
             read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
         )
-    tensors = read_tensors(spec.folder, indexed=spec.indexed)
-    form = Q4_0 if spec.draft else {"file": None, "int8": Q8_0, "int4": Q4_0}[spec.form]
     most = draft_form.HEAD if spec.draft and not whole_head else None
-    read_weights(model, tensors, spec.dtype, form=form, max_outputs=most, fused=fused)
+    form = Q4_0 if spec.draft else None
+    read_weights(model, read_tensors(spec.folder), spec.dtype, form=form, max_outputs=most, fused=fused)
     return model

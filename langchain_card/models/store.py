@@ -3,8 +3,8 @@
 A model's name is a built-in name, a folder, a `.gguf` file, or a hub id, tried in this order. Layout of the cache:
 
 ```
-<cache>/models/<built-in>/source.gguf, float/, file/
-<cache>/converted/<name>-<key>/float/, file/         from the user's folders and files
+<cache>/models/<built-in>/source.gguf, and a folder for each form
+<cache>/converted/<name>-<key>/                      folders made from the user's folders and files
 <cache>/prefixes/                                    texts' keys and values (`engine.prefix_folder`)
 <cache>/locks/
 ```
@@ -33,11 +33,12 @@ __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
 PREFIXES = "prefixes"
 STAMP = "langchain-card.json"
-CONVERTER = 2  # raise it if the written form changes: older conversions are then replaced
+CONVERTER = 3  # raise it if the written form changes: older conversions are then replaced
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
-Form = Literal["float", "file"]
-FORMS: tuple[Form, ...] = ("float", "file")
+Form = Literal["float", "file", "int8", "int4"]
+FORMS: tuple[Form, ...] = ("float", "file", "int8", "int4")
+_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,8 @@ class ModelStore:
 
         Args:
             model: built-in name, folder, `.gguf` file or hub id.
-            form: "float" (float16 matrices; a folder or hub id is used unchanged) or "file", with the index of a GGUF
-                file whose blocks are run as they are.
+            form: "float" (float16 matrices; a folder or hub id is used unchanged); "file", the blocks of a GGUF file
+                as they are; or "int8" or "int4", matrices that are rounded to blocks.
             progress: receives reports of long steps.
 
         Returns:
@@ -167,7 +168,7 @@ class ModelStore:
             DownloadError: no source provided the model.
         """
         if form not in FORMS:
-            raise InvalidInputError("form", form, 'must be "float" or "file"')
+            raise InvalidInputError("form", form, f"must be one of {', '.join(FORMS)}")
         report = progress or Silent()
         source = self.pull(model, report)
         if model in BUILTINS:
@@ -175,14 +176,29 @@ class ModelStore:
         if source.is_dir():
             inspect_folder(source)
             if form == "file":
-                raise InvalidInputError("model", model, "has no blocks: its weights are not in a GGUF file")
-            return source
+                hint = 'use quantization="int8" or "int4"'
+                raise InvalidInputError("model", model, "has no blocks: its weights are not in a GGUF file", hint)
+            if form == "float":
+                return source
         name = str(source) if _local(model) else model
         home = self.cache / "converted" / file_state(source)
         folder = self._converted(name, source, home, form, report)
         for older in [other for other, of in self._conversions() if of == name and other != home]:
             shutil.rmtree(older, ignore_errors=True)
         return folder
+
+    def is_in_blocks(self, model: str) -> bool:
+        """Return whether a model is a GGUF file whose blocks can be run as they are, for the most part."""
+        if model in BUILTINS:
+            return True
+        source = _local(model)
+        if source is None or source.is_dir():
+            return False
+        from langchain_card.models import gguf
+
+        home = self.cache / "converted" / file_state(source)
+        ready = {form: _stamp(home / form).get("converter") == CONVERTER for form in FORMS}
+        return ready["file"] or (not ready["int8"] and gguf.is_in_blocks(gguf.open_gguf(source)))
 
     def tokenizer_source(self, name: str) -> Path:
         """Return the folder or GGUF file with a model's tokenizer; download the model only if nothing of it is here.
@@ -204,6 +220,8 @@ class ModelStore:
             return target
         with self._lock(home.name, report):
             if not _ready(target):
+                for older in [path for path in home.glob("*") if path.is_dir() and path.name not in FORMS]:
+                    shutil.rmtree(older, ignore_errors=True)
                 with fresh_folder(target) as folder:
                     _convert(source, folder, form, report)
                     stamp = {"converter": CONVERTER, "model": name, "form": form}
@@ -283,18 +301,29 @@ def _describe(name: str, home: Path) -> StoredModel:
 
 
 def _convert(source: Path, folder: Path, form: Form, report: Progress) -> None:
-    """Write config, tokenizer, and weights or their index, of a GGUF file."""
+    """Write config, tokenizer and weights of a GGUF file or a folder in a form."""
     from langchain_card.models import convert, gguf
-    from langchain_card.models.block_index import write_index
 
     report.update("read config and tokenizer", 0, 0)
-    reader, config = gguf.open_gguf(source), gguf.load_config(source)
+    config = gguf.load_config(source)
     layout = convert.Layout(config)
-    config.architectures, config.dtype = [type(layout.model).__name__], "float16"
-    config.save_pretrained(folder)
-    gguf.save_tokenizer(source, reader, folder)
-    if form == "float":
-        convert.write_weights(gguf.tensors(reader, layout.model), layout, folder, report)
+    if source.is_dir():
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, folder / file.name)
+        tensors = convert.folder_tensors(inspect_folder(source))
     else:
-        report.update("index the blocks", 0, 0)
-        write_index(source, *gguf.blocks_and_numbers(reader, layout.model), folder)
+        reader = gguf.open_gguf(source)
+        config.architectures, config.dtype = [type(layout.model).__name__], "float16"
+        config.save_pretrained(folder)
+        gguf.save_tokenizer(source, reader, folder)
+        tensors = (gguf.blocks_and_numbers if form == "file" else gguf.tensors)(reader, layout.model)
+    writer: convert.Writer
+    if form == "float":
+        writer = convert.FloatWriter(folder / "model.safetensors", layout.shapes)
+    else:
+        from langchain_card.models.block_index import BlockWriter  # imports numba
+
+        writer = BlockWriter(folder, layout, form, source)
+    convert.write_weights(tensors, layout, writer, folder, report)

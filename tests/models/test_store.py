@@ -68,7 +68,7 @@ def test_other_files_and_forms_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownModelError, match=r"must end in \.gguf"):
         ModelStore(tmp_path).pull(str(tmp_path / "model.bin"))
     with pytest.raises(InvalidInputError, match="form"):
-        ModelStore(tmp_path).prepare("smollm2-135m", "int4")  # type: ignore[arg-type]
+        ModelStore(tmp_path).prepare("smollm2-135m", "int3")  # type: ignore[arg-type]
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
 
 
 class Reference:
-    """Answers of the naive loop over transformers' own attention and cache; with blocks in the same linear layers, and with
-    plain attention over rounded keys and values."""
+    """Answers of the naive loop over transformers' own attention and cache; with blocks in the same linear layers, and
+    with plain attention over rounded keys and values."""
 
     def __init__(self, config: EngineConfig) -> None:
         spec = resolve(config).target

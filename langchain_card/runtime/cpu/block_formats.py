@@ -8,7 +8,7 @@ those of 32, a block is one group with float16 numbers. The layout is that of ll
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -150,44 +150,3 @@ def half(bits: int) -> np.float32:
     size = one.view(np.float32)[0] * np.float32(2.0**112)
     value: np.float32 = -size if bits & 0x8000 else size
     return value
-
-
-def quantize(form: int, weights: Array) -> Bytes:
-    """Round float32 [outputs, features] to blocks [outputs, bytes] of `Q8_0` or `Q4_0`. Features are whole blocks."""
-    outputs, features = weights.shape
-    factors = np.empty((outputs, features // 32), np.float32)
-    _largest(weights, -8.0 if form == Q4_0 else 127.0, factors)
-    halves = factors.astype(np.float16)
-    rows = np.empty((outputs, features // 32, FORMATS[form].size), np.uint8)
-    rows[..., :2] = halves[..., None].view(np.uint8)
-    _round_codes(form, weights, halves.astype(np.float32), rows)
-    return rows.reshape(outputs, -1)
-
-
-@compiled()
-def _largest(weights: Array, level: float, factors: Array) -> None:
-    """Find the factor by which each group's value of largest magnitude becomes `level`; for 127, of either sign."""
-    for n in range(len(weights)):
-        for g in range(factors.shape[1]):
-            top = np.float32(0.0)
-            for i in range(32 * g, 32 * g + 32):
-                if abs(weights[n, i]) > abs(top):
-                    top = weights[n, i]
-            factors[n, g] = (abs(top) if level > 0 else top) / np.float32(level)
-
-
-@compiled()
-def _round_codes(form: int, weights: Array, factors: Array, rows: Any) -> None:
-    codes = np.empty(32, np.int32)
-    for n in range(len(weights)):
-        for g in range(factors.shape[1]):
-            per = np.float32(1.0) / factors[n, g] if factors[n, g] else np.float32(0.0)
-            for i in range(32):
-                codes[i] = np.int32(np.rint(weights[n, 32 * g + i] * per))
-            if form == Q8_0:
-                for i in range(32):
-                    rows[n, g, 2 + i] = np.uint8(min(max(codes[i], -127), 127) & 255)
-            else:
-                for i in range(16):
-                    low, high = min(max(codes[i] + 8, 0), 15), min(max(codes[16 + i] + 8, 0), 15)
-                    rows[n, g, 2 + i] = np.uint8(low | (high << 4))

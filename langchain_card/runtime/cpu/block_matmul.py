@@ -24,6 +24,9 @@ from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
 _LEVELS: np.float32 = np.float32(127.0)
 _TINY, _ONE = np.float32(1e-30), np.float32(1.0)
+_CACHED = 1 << 18
+"""Bytes of weights that stay in a core's cache beside the rows."""
+
 _GROUPS = np.array([form.group for form in FORMATS])
 _TILE_BYTES = np.array([block_size(form) * BLOCK // form.features for form in FORMATS])  # of 256 features
 
@@ -191,21 +194,24 @@ def _stretches(rounded: Rounded, weights: Weights, out: Array, threads: int) -> 
 
 @compiled()
 def _stretch(rounded: Rounded, weights: Weights, out: Array, thread: int, threads: int) -> None:
-    """Multiply a thread's tiles: a stretch of each part."""
+    """Multiply a thread's tiles: a stretch of each part, as many tiles at a time as stay in the cache for all rows."""
     features, (count, length) = weights.features, out.shape
     blocks = (features + BLOCK - 1) // BLOCK
     for p in range(len(weights.parts)):
         form, begin, first, tiles = weights.parts[p]
         size, rest = tile_bytes(form, features), features - (blocks - 1) * BLOCK
-        for t in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-            tile, column = weights.stored[begin + t * size :].ctypes.data, (first + t) * TILE
+        together = max(1, _CACHED // size)
+        start, end = tiles * thread // threads, tiles * (thread + 1) // threads
+        for low in range(start, end, together):
             n = 0
             while n < count:
                 rows = block(count - n)
-                block_tile(
-                    form, rows, rounded.levels[n * features :].ctypes.data, rounded.factors[n * blocks :].ctypes.data,
-                    rounded.starts[n * features // 16 :].ctypes.data, rounded.sums[n * features // 32 :].ctypes.data,
-                    rounded.pairs[n * blocks * 4 :].ctypes.data, tile, blocks, rest // _GROUPS[form],
-                    out[n, column:].ctypes.data, length,
-                )  # fmt: skip
+                for t in range(low, min(low + together, end)):
+                    block_tile(
+                        form, rows, rounded.levels[n * features :].ctypes.data,
+                        rounded.factors[n * blocks :].ctypes.data, rounded.starts[n * features // 16 :].ctypes.data,
+                        rounded.sums[n * features // 32 :].ctypes.data, rounded.pairs[n * blocks * 4 :].ctypes.data,
+                        weights.stored[begin + t * size :].ctypes.data, blocks, rest // _GROUPS[form],
+                        out[n, (first + t) * TILE :].ctypes.data, length,
+                    )  # fmt: skip
                 n += rows

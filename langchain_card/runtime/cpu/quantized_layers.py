@@ -36,6 +36,27 @@ class QuantizedLinear(nn.Module):
         return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
 
 
+class FloatLinear(nn.Module):
+    """A linear layer of float32, for the matrices that a file of blocks holds as numbers.
+
+    Args:
+        weight: float32 [out_features, in_features].
+        bias: float32 [out_features] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), bias
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply float32 [..., in_features] to float32 [..., out_features]."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous().numpy()
+        with cores() as threads:
+            y = row_layers.float_linear(rows, self.weight.numpy(), as_array(self.bias), threads)
+        return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
+
+
 class QuantizedEmbedding(nn.Module):
     """An embedding table whose rows are read from the blocks of a file.
 

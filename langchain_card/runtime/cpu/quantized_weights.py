@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError
-from langchain_card.runtime.cpu.block_formats import FORMATS, dequantize, quantize
+from langchain_card.runtime.cpu.block_formats import FORMATS, dequantize
+from langchain_card.runtime.cpu.block_kernel import BLOCK
 from langchain_card.runtime.cpu.block_matmul import Weights, empty_bytes, pack_part, tile_bytes
+from langchain_card.runtime.cpu.block_rounding import quantize
 from langchain_card.runtime.cpu.block_tiles import TILE
 from langchain_card.runtime.cpu.compiled import Bytes
 from langchain_card.runtime.cpu.fused_layers import fuse_layers
 from langchain_card.runtime.cpu.quantized_layers import (
+    FloatLinear,
     QuantizedEmbedding,
     QuantizedLinear,
     fuse_norm,
@@ -24,6 +27,7 @@ from langchain_card.runtime.cpu.quantized_layers import (
 )
 from langchain_card.runtime.threads import num_cores, use_threads
 
+_HINT = "remove the model and load it again"
 _CHUNK = 4096
 """Rows of a matrix that are rounded at a time."""
 
@@ -70,7 +74,7 @@ class _Stack(NamedTuple):
         names: of the layers.
         sizes: outputs of each.
         parts: format and tensors of each part of the matrix, which are one below the other.
-        features: of its rows, in whole groups.
+        features: of its rows, in whole blocks.
     """
 
     names: tuple[str, ...]
@@ -100,13 +104,13 @@ def read_weights(
     max_outputs: int | None = None,
     fused: bool = True,
 ) -> None:
-    """Load weights into an empty model: matrices of linear layers in blocks, and the rest in `dtype`.
+    """Load weights into an empty model: matrices of linear layers as they are stored, and the rest in `dtype`.
 
     Args:
         model: a model on the meta device, except for its buffers.
         tensors: the model's tensors by name. The head may be missing if it is the embedding table.
         dtype: type of norms, biases and embedding tables that are not in blocks.
-        form: format to which matrices are rounded that have more bits; None to take them as they are.
+        form: format to which blocks are rounded that have more bits; None to take them as they are.
         max_outputs: rows of the head to keep; None for all.
         fused: whether decoder layers of the common kind become one compiled call each.
 
@@ -114,8 +118,14 @@ def read_weights(
         CorruptModelError: a tensor is missing or has another shape than the model's.
     """
     tensors = _with_head(model, tensors, max_outputs)
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    stacks = [_stack(tensors, names, form) for names in _stacks(linear)]
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, module in linear.items():
+        _check(tensors, name, module, max_outputs if module is model.get_output_embeddings() else None)
+    for name in [name for name in linear if tensors[f"{name}.weight"].form is None]:
+        weight, bias = tensors[f"{name}.weight"].floats().float(), tensors.get(f"{name}.bias")
+        model.set_submodule(name, FloatLinear(weight, None if bias is None else bias.floats().float()))
+        del linear[name]
+    stacks = [_stack(tensors, names, form) for names in _stacks(tensors, linear)]
     arena, begin = empty_bytes(sum(sum(stack.sizes_of_parts) for stack in stacks)), 0
     begins = []
     for stack in stacks:
@@ -150,73 +160,78 @@ def _with_head(model: Any, tensors: Mapping[str, StoredTensor], outputs: int | N
     return {**tensors, head: found._replace(data=found.data[:outputs])}
 
 
-def _stacks(names: list[str]) -> list[tuple[str, ...]]:
-    """Group the names of layers that read the same input."""
+def _check(tensors: Mapping[str, StoredTensor], name: str, module: nn.Linear, most: int | None) -> None:
+    """Raise unless a layer's matrix is there in its shape. Blocks have whole groups of features."""
+    own, features = f"{name}.weight", module.in_features
+    if own not in tensors:
+        raise CorruptModelError("weights", own, "is missing", _HINT)
+    if tensors[own].form is not None:
+        features = tensors[own].shape[1] if 0 <= tensors[own].shape[1] - features < BLOCK else features
+    outputs = module.out_features if most is None else min(most, module.out_features)
+    _check_shape(own, tensors[own].shape, (outputs, features))
+
+
+def _stacks(tensors: Mapping[str, StoredTensor], names: Collection[str]) -> list[tuple[str, ...]]:
+    """Group the names of layers that read the same input, if their matrices can be one."""
     stacks = []
     for name in names:
         parent, _, last = name.rpartition(".")
         group = next((group for group in _SAME_INPUT if last in group), (last,))
         members = tuple(f"{parent}.{member}" if parent else member for member in group)
-        stack = members if all(member in names for member in members) else (name,)
+        stack = members if all(member in names for member in members) and _fit(tensors, members) else (name,)
         if name == stack[0]:
             stacks.append(stack)
     return stacks
 
 
+def _fit(tensors: Mapping[str, StoredTensor], names: Sequence[str]) -> bool:
+    """Return whether matrices can be one below the other: in one format or whole tiles, with or without biases."""
+    own = [tensors[f"{name}.weight"] for name in names]
+    whole_tiles = all(tensor.shape[0] % TILE == 0 for tensor in own[:-1])
+    return (
+        len({tensor.shape[1] for tensor in own}) == 1
+        and (whole_tiles or len({tensor.form for tensor in own}) == 1)
+        and len({f"{name}.bias" in tensors for name in names}) == 1
+    )
+
+
 def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...], form: int | None) -> _Stack:
-    """Plan a matrix. Tensors of one format share a part if their outputs are not whole tiles."""
-    found = []
-    for name in names:
-        if f"{name}.weight" not in tensors:
-            raise CorruptModelError("weights", f"{name}.weight", "is missing", "remove the model and pull it again")
-        found.append(tensors[f"{name}.weight"])
-    sizes, features = [tensor.shape[0] for tensor in found], found[0].shape[1]
-    parts = [(_form(name, tensor, form), [tensor]) for name, tensor in zip(names, found, strict=True)]
+    """Plan a matrix. Tensors share a part if their outputs are not whole tiles."""
+    found = [tensors[f"{name}.weight"] for name in names]
+    sizes = [tensor.shape[0] for tensor in found]
+    parts = [(_form(tensor, form), [tensor]) for tensor in found]
     if any(size % TILE for size in sizes[:-1]):
-        forms = {own for own, _ in parts}
-        if len(forms) > 1:
-            raise CorruptModelError("weights", names, f"{sizes} outputs in several formats cannot share a matrix")
-        parts = [(forms.pop(), found)]
-    return _Stack(names, sizes, parts, -(-features // 32) * 32)
+        parts = [(parts[0][0], found)]
+    return _Stack(names, sizes, parts, found[0].shape[1])
 
 
-def _form(name: str, tensor: StoredTensor, wanted: int | None) -> int:
+def _form(tensor: StoredTensor, most: int | None) -> int:
     """Return the format in which a matrix is run."""
-    if tensor.form is not None and (wanted is None or FORMATS[tensor.form].bits <= FORMATS[wanted].bits):
-        return tensor.form
-    if wanted is None:
-        limit, hint = "is not in blocks, so that its format does not say how it is run", 'use quantization="int8"'
-        raise CorruptModelError("weights", f"{name}.weight", limit, hint)
-    return wanted
+    assert tensor.form is not None
+    return tensor.form if most is None or FORMATS[tensor.form].bits <= FORMATS[most].bits else most
 
 
 def _pack(stack: _Stack, begin: int, arena: Bytes) -> Weights:
     """Lay out a stack's matrix in its place."""
     table, tile = [], 0
     for (form, tensors), size, tiles in zip(stack.parts, stack.sizes_of_parts, stack.tiles, strict=True):
-        rows = [_blocks(tensor, form, stack.features) for tensor in tensors]
+        rows = [_blocks(tensor, form) for tensor in tensors]
         pack_part(form, rows[0] if len(rows) == 1 else np.concatenate(rows), arena[begin : begin + size])
         table.append((form, begin, tile, tiles))
         begin, tile = begin + size, tile + tiles
     return Weights(arena, np.array(table), stack.features, sum(stack.sizes))
 
 
-def _blocks(tensor: StoredTensor, form: int, features: int) -> Bytes:
+def _blocks(tensor: StoredTensor, form: int) -> Bytes:
     """Return a tensor's blocks, rounded to a format if it has another."""
     if tensor.form == form:
         return tensor.rows()
-    parts = []
-    for start in range(0, tensor.shape[0], _CHUNK):  # bounds the float32 temporaries
-        part = tensor.floats(start, start + _CHUNK).float().numpy()
-        padded = np.pad(part, ((0, 0), (0, features - part.shape[1]))) if part.shape[1] < features else part
-        parts.append(quantize(form, np.ascontiguousarray(padded)))
-    return np.concatenate(parts)
+    starts = range(0, tensor.shape[0], _CHUNK)  # bounds the float32 temporaries
+    return np.concatenate([quantize(form, tensor.floats(start, start + _CHUNK).numpy()) for start in starts])
 
 
 def _layers(tensors: Mapping[str, StoredTensor], stack: _Stack, weights: Weights) -> Sequence[nn.Module]:
     biases = [tensors[f"{name}.bias"].floats().float() for name in stack.names if f"{name}.bias" in tensors]
-    if len(biases) not in (0, len(stack.names)):
-        raise CorruptModelError("weights", stack.names, "some of these layers have a bias and some have none")
     whole = QuantizedLinear(weights, torch.cat(biases) if biases else None)
     return [whole] if len(stack.names) == 1 else split_by_layer(whole, stack.sizes)
 
@@ -226,7 +241,7 @@ def _fill(module: nn.Module, name: str, tensors: Mapping[str, StoredTensor], dty
     for key, parameter in list(module.named_parameters(recurse=False)):
         full = f"{name}.{key}" if name else key
         if full not in tensors:
-            raise CorruptModelError("weights", full, "is missing", "remove the model and pull it again")
+            raise CorruptModelError("weights", full, "is missing", _HINT)
         # A copy: a view would keep the whole file mapped, and counted as memory.
         tensor = tensors[full].floats().to(dtype, copy=True)
         _check_shape(full, tensor.shape, parameter.shape)

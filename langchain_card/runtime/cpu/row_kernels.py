@@ -68,6 +68,15 @@ def scale_row(row: Array) -> np.float32:
 
 
 @row_wise
+def dot(x: Array, y: Array) -> np.float32:
+    """Return the sum of products of two rows."""
+    total: np.float32 = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * y[i]
+    return total
+
+
+@row_wise
 def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
     """Apply an RMS norm."""
     total = np.float32(0.0)

@@ -17,7 +17,10 @@ from langchain_card.runtime.cpu.block_matmul import Rounded, Weights, empty_roun
 from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled, row_wise
 from langchain_card.runtime.cpu.integer_kv import Blocks, of_layer
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
-from langchain_card.runtime.cpu.row_kernels import gate_row, norm_row, split_heads
+from langchain_card.runtime.cpu.row_kernels import dot, gate_row, norm_row, split_heads
+
+_FED_ROWS = 256
+"""Rows that are gated together. The allocator maps, and clears, more than 32 MB anew each time."""
 
 
 class Stack(NamedTuple):
@@ -123,6 +126,33 @@ def linear(x: Array, weights: Weights, bias: Array, threads: int) -> Array:
 
 
 @compiled()
+def float_linear(x: Array, weight: Array, bias: Array, threads: int) -> Array:
+    """Run a linear layer whose weights are floats [outputs, features]; see `linear`."""
+    out = np.empty((len(x), len(weight)), np.float32)
+    if threads == 1:
+        _dots(x, weight, bias, out, 0, 1)
+    else:
+        _dots_together(x, weight, bias, out, threads)
+    return out
+
+
+@compiled()
+def _dots(x: Array, weight: Array, bias: Array, out: Array, thread: int, threads: int) -> None:
+    """Compute a thread's outputs of all rows; a weight is read once."""
+    for i in range(len(weight) * thread // threads, len(weight) * (thread + 1) // threads):
+        for n in range(len(x)):
+            out[n, i] = dot(x[n], weight[i])
+            if len(bias):
+                out[n, i] += bias[i]
+
+
+@compiled(parallel=True)
+def _dots_together(x: Array, weight: Array, bias: Array, out: Array, threads: int) -> None:
+    for thread in numba.prange(threads):
+        _dots(x, weight, bias, out, np.int64(thread), threads)
+
+
+@compiled()
 def heads(
     x: Array, norm: Array, eps: np.float32, qkv: Weights, bias: Array, cos: Array, sin: Array, head_norms: Array,
     head_eps: np.float32, q: Array, k: Array, v: Array, threads: int,
@@ -166,13 +196,15 @@ def rest(
         threads: a result of `compiled.cores`.
     """
     _add(x, _product(attended, np.empty(0, np.float32), np.float32(0), out, threads))
-    y = _product(x, norm, eps, gate_up, threads)
-    rounded = empty_rounded(len(x), down.features)
-    if threads == 1 or len(x) == 1:
-        _gate(y, gate_up.outputs // 2, down.features, rounded, 0, 1)
-    else:
-        _gate_together(y, gate_up.outputs // 2, down.features, rounded, threads)
-    _add(x, multiply(rounded, down, threads))
+    for begin in range(0, len(x), _FED_ROWS):
+        own = x[begin : begin + _FED_ROWS]
+        y = _product(own, norm, eps, gate_up, threads)
+        rounded = empty_rounded(len(own), down.features)
+        if threads == 1 or len(own) == 1:
+            _gate(y, gate_up.outputs // 2, down.features, rounded, 0, 1)
+        else:
+            _gate_together(y, gate_up.outputs // 2, down.features, rounded, threads)
+        _add(own, multiply(rounded, down, threads))
 
 
 @compiled()

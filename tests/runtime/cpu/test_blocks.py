@@ -15,6 +15,7 @@ import pytest
 from langchain_card.runtime.cpu import block_formats, vectors
 from langchain_card.runtime.cpu.block_formats import FORMATS, Format
 from langchain_card.runtime.cpu.block_matmul import Weights, empty_rounded, multiply, pack, round_row
+from langchain_card.runtime.cpu.block_rounding import quantize
 
 each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 
@@ -111,10 +112,23 @@ def test_the_largest_sums_are_right(form: Format) -> None:
 def test_rounding_to_blocks_is_as_near_as_their_levels_allow(number: int, bound: float) -> None:
     weights = np.random.default_rng(4).standard_normal((9, 96)).astype(np.float32)
     weights[3, :32] = 0.0
-    back = block_formats.dequantize(number, block_formats.quantize(number, weights))
+    back = block_formats.dequantize(number, quantize(number, weights))
     top = np.abs(weights.reshape(9, 3, 32)).max(axis=2, keepdims=True)
     errors = np.abs(back - weights).reshape(9, 3, 32)
     assert (errors <= (bound + 1e-3) * top).all() and errors.max() > 0.5 * bound * top.min()
+
+
+def test_k_blocks_lose_less_than_the_simple_ones_and_the_packages_reader_agrees() -> None:
+    rng = np.random.default_rng(6)
+    weights = (rng.standard_normal((64, 512)) * rng.uniform(0.1, 3, (64, 1)) + 0.3).astype(np.float32)
+    weights[3, :256], weights[4, 256:], weights[5, :32] = 0.0, 1e-6, 2.0
+    rows = quantize(block_formats.Q4_K, weights)
+    back = block_formats.dequantize(block_formats.Q4_K, rows)
+    assert np.array_equal(back, dequantized(FORMATS[block_formats.Q4_K], rows))
+    simple = block_formats.dequantize(block_formats.Q4_0, quantize(block_formats.Q4_0, weights))
+    assert np.square(back - weights).sum() < 0.7 * np.square(simple - weights).sum()
+    step = (weights.max(axis=1) - np.minimum(weights.min(axis=1), 0))[:, None] / 15
+    assert (np.abs(back - weights) <= 1.2 * step).all()
 
 
 OLDER = {  # what is said first, and what numba is to take this CPU for
