@@ -81,7 +81,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_real_small_model() -> None:
     source = ModelStore().pull("smollm2-135m")
     assert hashlib.sha256(source.read_bytes()).hexdigest() == BUILTINS["smollm2-135m"].sha256
-    assert {p.name for p in source.parent.iterdir()} <= {"source.gguf", "float", "int8"}
+    assert {p.name for p in source.parent.iterdir()} <= {"source.gguf", "float", "file"}
 
 
 def test_pull_list_path_remove(wheels: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_k_blocks_lose_less_than_the_simple_ones_and_the_packages_reader_agrees(
     back = block_formats.dequantize(block_formats.Q4_K, rows)
     assert np.array_equal(back, dequantized(FORMATS[block_formats.Q4_K], rows))
     simple = block_formats.dequantize(block_formats.Q4_0, quantize(block_formats.Q4_0, weights))
-    assert np.square(back - weights).sum() < 0.7 * np.square(simple - weights).sum()
+    assert np.square(back - weights).sum() < 0.9 * np.square(simple - weights).sum()
     step = (weights.max(axis=1) - np.minimum(weights.min(axis=1), 0))[:, None] / 15
     assert (np.abs(back - weights) <= 1.2 * step).all()
 
