@@ -73,8 +73,8 @@ def about_kernels(pair: Pair) -> Iterator[str]:
         kind = instructions()
         slower = "" if kind == "avx512vnni" else ", which is slower than AVX-512 VNNI"
         yield f"Its integer products use {kind}{slower}; a row's result does not depend on its neighbours."
-    elif pair.target.device.type == "cpu" and pair.target.dtype == torch.float32 and _has_int8():
-        yield "On this CPU int8 is several times as fast: quantization='int8'."
+    elif pair.target.device.type == "cpu" and pair.target.dtype == torch.float32:
+        yield "On a CPU, blocks of 8 or 4 bits are several times as fast: quantization='int8' or 'int4'."
 
 
 def about_vocabulary(pair: Pair) -> Iterator[str]:
@@ -98,12 +98,6 @@ def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
         yield f"The {role} {weights}, and {kv}."
     for device in dict.fromkeys(device for _, spec in _models(pair) for device in spec.devices):
         yield f"{free_bytes(device) / _GIB:.1f} GiB of {device} are free."
-
-
-def _has_int8() -> bool:
-    from langchain_card.runtime.cpu.vectors import instructions
-
-    return instructions() != "portable"
 
 
 def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:
