@@ -34,7 +34,7 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         default="auto",
-        help="of weights: auto, file, int8, int4, none, or the JSON of a transformers config",
+        help="of weights: auto, file, int8, int4, none, or a transformers config (JSON)",
     )
     parser.add_argument(
         "--draft-context",
