@@ -180,10 +180,10 @@ class EngineConfig:
             with which attention to long texts is several times faster; `"float"` for the format of the activations, at
             least float32 on a CPU; `"auto"` for integers with weights in blocks.
         quantization: on a CPU `"file"` for the blocks of a GGUF file as they are, `"int8"` or `"int4"` for matrices
-            that are rounded to blocks of 8 or 4 bits once; `"auto"` for `"file"` with GGUF files on a CPU (`"int8"` if
-            the file has no blocks that run); None for none; or a transformers quantization config as a JSON object, such
-            as `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are already quantized
-            (`quantization_config` in their config.json) stay as they are.
+            that are rounded to blocks of 8 or 4 bits once; `"auto"` for `"file"` with GGUF files on a CPU (`"int8"`
+            if the file has no blocks that run); None for none; or a transformers quantization config as a JSON
+            object, such as `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are
+            already quantized (`quantization_config` in their config.json) stay as they are.
         isolate: whether models and engine run in a process of their own. If that process dies it is restarted, and
             every answer continues where it stopped.
         drafters: drafters that work beside the draft model, on the same tree: names, perhaps with options, such as

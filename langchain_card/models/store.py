@@ -305,16 +305,16 @@ def _convert(source: Path, folder: Path, form: Form, report: Progress) -> None:
     from langchain_card.models import convert, gguf
 
     report.update("read config and tokenizer", 0, 0)
+    reader = None if source.is_dir() else gguf.open_gguf(source)
     config = gguf.load_config(source)
     layout = convert.Layout(config)
-    if source.is_dir():
+    if reader is None:
         for pattern in _COPIED:
             for file in source.glob(pattern):
                 if not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
         tensors = convert.folder_tensors(inspect_folder(source))
     else:
-        reader = gguf.open_gguf(source)
         config.architectures, config.dtype = [type(layout.model).__name__], "float16"
         config.save_pretrained(folder)
         gguf.save_tokenizer(source, reader, folder)
