@@ -11,6 +11,7 @@ import torch
 
 from langchain_card.bench import machine
 from langchain_card.bench.prompts import user_prompt
+from langchain_card.bench.start import Start
 from langchain_card.bench.step_times import Device, interpolate
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.controller import Controller
@@ -18,7 +19,7 @@ from langchain_card.core.policy import Load
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
-from langchain_card.models.budget import ModelNeeds, free_bytes
+from langchain_card.models.budget import ModelNeeds, disk_bytes, free_bytes
 from langchain_card.models.loader import ModelSpec, Pair
 from langchain_card.runtime.threads import num_cores
 
@@ -98,6 +99,16 @@ def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
         yield f"The {role} {weights}, and {kv}."
     for device in dict.fromkeys(device for _, spec in _models(pair) for device in spec.devices):
         yield f"{free_bytes(device) / _GIB:.1f} GiB of {device} are free."
+    sizes = {spec.folder: disk_bytes(spec.folder) for _, spec in _models(pair)}
+    yield f"The models take {sum(sizes.values()) / _GIB:.1f} GiB on disk."
+
+
+def about_start(start: Start) -> Iterator[str]:
+    """Describe the time until a new process writes, and the memory that it takes for one short answer."""
+    parts = {"imports": start.imports, "loading": start.load, "the prompt": start.first}
+    listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+    yield f"A new process writes its first token after {sum(parts.values()):.1f} s: {listed}."
+    yield f"It takes {start.peak / _GIB:.1f} GiB of memory at most."
 
 
 def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:

@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -22,7 +21,7 @@ from langchain_card.models.gguf import BlockPlace
 from langchain_card.models.safety import weight_files
 from langchain_card.runtime.cpu.block_formats import FORMATS, Q4_0, Q4_K, Q8_0
 from langchain_card.runtime.cpu.block_rounding import quantize
-from langchain_card.runtime.cpu.quantized_weights import StoredTensor
+from langchain_card.runtime.cpu.quantized_weights import FileBlocks, StoredTensor
 
 INDEX, BLOCKS = "blocks.json", "matrices.blocks"
 _HINT = "remove the model and load it again"
@@ -107,8 +106,16 @@ class BlockWriter:
         (self._folder / INDEX).write_text(json.dumps(index, separators=(",", ":")))
 
 
+def outer_file(folder: Path) -> Path | None:
+    """Return the file with a folder's blocks if it lies outside the folder; None if there is none."""
+    if not (folder / INDEX).is_file():
+        return None
+    source: Path = folder / json.loads((folder / INDEX).read_text())["source"]
+    return None if source.parent == folder else source
+
+
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder of blocks; the blocks are views of a mapped file.
+    """Return the tensors of a folder of blocks; blocks are mapped when they are used.
 
     Raises:
         CorruptModelError: the index is damaged, or the file that it describes is gone or has another size.
@@ -126,10 +133,9 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise CorruptModelError("index", str(path), f"cannot be read ({error})", _HINT) from error
     if not source.is_file() or source.stat().st_size != size:
         raise CorruptModelError("model", str(source), f"must have the {size:,} bytes that it had", _HINT)
-    whole, forms = np.memmap(source, np.uint8, "r"), {form.name: form.number for form in FORMATS}
+    forms = {form.name: form.number for form in FORMATS}
     for name, (kind, rows, row_size, offset, order) in places.items():
         if offset < 0 or offset + rows * row_size > size or kind not in forms:
             raise CorruptModelError(name, kind, "its blocks do not lie in the file", _HINT)
-        data = np.asarray(whole[offset : offset + rows * row_size]).reshape(rows, row_size)
-        tensors[name] = StoredTensor(forms[kind], data, tuple(order))
+        tensors[name] = StoredTensor(forms[kind], FileBlocks(source, offset, rows, row_size), tuple(order))
     return tensors

@@ -10,17 +10,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import torch
 
 from langchain_card.errors import DeviceError
-from langchain_card.models.block_index import read_tensors
+from langchain_card.models.files import size_on_disk
 from langchain_card.models.loader import ModelSpec, Pair, device_map, is_loaded
 from langchain_card.models.placement import shares
 from langchain_card.models.quantization import find_quantizer, quantized_bytes
 from langchain_card.models.safety import weight_files
-from langchain_card.runtime.cpu.block_formats import FORMATS, Q4_0
 from langchain_card.runtime.families import empty_model, kv_shape, read_config
 from langchain_card.runtime.runner import TEXT_CHUNK
 
@@ -59,6 +59,13 @@ def weight_bytes(spec: ModelSpec) -> int:
     if quantizer.pre_quantized:
         return sum(file.stat().st_size for file in weight_files(spec.folder))
     return quantized_bytes(model, quantizer)
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the bytes of a model's folder, and of the GGUF file whose blocks it refers to."""
+    from langchain_card.models.block_index import outer_file  # imports numba, which float weights do not need
+
+    return size_on_disk(folder) + (source.stat().st_size if (source := outer_file(folder)) else 0)
 
 
 def check_budget(
@@ -192,6 +199,9 @@ def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
 
 def _block_bytes(spec: ModelSpec) -> int:
     """Return the bytes of weights in blocks. A table of embeddings in a file takes memory only where it is used."""
+    from langchain_card.models.block_index import read_tensors  # imports numba, which float weights do not need
+    from langchain_card.runtime.cpu.block_formats import FORMATS, Q4_0
+
     total = 0.0
     for tensor in read_tensors(spec.folder).values():
         size = spec.itemsize if tensor.form is None else FORMATS[tensor.form].size / FORMATS[tensor.form].features

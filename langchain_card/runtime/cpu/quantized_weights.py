@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,12 +35,32 @@ _CHUNK = 4096
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class FileBlocks(NamedTuple):
+    """Blocks in a file.
+
+    Attributes:
+        path: of the file.
+        offset: first byte.
+        rows: number of rows.
+        size: bytes of a row.
+    """
+
+    path: Path
+    offset: int
+    rows: int
+    size: int
+
+    def map(self) -> Bytes:
+        """Return the blocks [rows, size], mapped. What was read of them counts as memory while the result lives."""
+        return np.asarray(np.memmap(self.path, np.uint8, "r", self.offset, (self.rows, self.size)))
+
+
 class StoredTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
         form: number of its blocks' format, or None for numbers.
-        data: blocks [outputs, bytes], or an array of numbers in the tensor's shape.
+        data: `FileBlocks`, or a tensor of numbers.
         order: which of the blocks' rows the tensor has, in order; empty for all of them as they are.
     """
 
@@ -53,7 +74,7 @@ class StoredTensor(NamedTuple):
         if self.form is None:
             return tuple(self.data.shape)
         form = FORMATS[self.form]
-        return len(self.order or self.data), self.data.shape[1] // form.size * form.features
+        return len(self.order) or self.data.rows, self.data.size // form.size * form.features
 
     def floats(self, start: int = 0, end: int | None = None) -> Tensor:
         """Return its numbers, or those of some rows; float32 where they are in blocks."""
@@ -63,8 +84,16 @@ class StoredTensor(NamedTuple):
 
     def rows(self) -> Bytes:
         """Return the blocks in the tensor's order; a copy if that is not the file's."""
-        found: Bytes = self.data[list(self.order)] if self.order else self.data
-        return found
+        blocks: Bytes = self.data.map()
+        return blocks[list(self.order)] if self.order else blocks
+
+    def head(self, outputs: int | None) -> StoredTensor:
+        """Return the first outputs; all for None."""
+        if outputs is None or outputs >= self.shape[0]:
+            return self
+        if self.order:
+            return self._replace(order=self.order[:outputs])
+        return self._replace(data=self.data[:outputs] if self.form is None else self.data._replace(rows=outputs))
 
 
 class _Stack(NamedTuple):
@@ -157,7 +186,7 @@ def _with_head(model: Any, tensors: Mapping[str, StoredTensor], outputs: int | N
     found = tensors.get(head, tensors.get(table))
     if not head or found is None:
         return tensors
-    return {**tensors, head: found._replace(data=found.data[:outputs])}
+    return {**tensors, head: found.head(outputs)}
 
 
 def _check(tensors: Mapping[str, StoredTensor], name: str, module: nn.Linear, most: int | None) -> None:
