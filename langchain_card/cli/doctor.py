@@ -25,7 +25,6 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the findings section by section, so that an error leaves the earlier ones on the screen."""
     from langchain_card.bench import doctor, prompts
-    from langchain_card.bench.start import measure_start
     from langchain_card.bench.step_times import measure
     from langchain_card.bench.teacher_forced import shared_model
     from langchain_card.chat.progress import ConsoleProgress
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.no_measure:
         return 0
     screen.note("starting another process")
-    print_section("Start, measured", doctor.about_start(measure_start(config)))
+    print_section("Start, measured", doctor.about_start(doctor.measure_start(config)))
     with contextlib.ExitStack() as loaded:  # weights are loaded once, for the steps and for the engine
         device = None
         if pair.draft is not None:

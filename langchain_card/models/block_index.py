@@ -19,8 +19,8 @@ from langchain_card.errors import CorruptModelError
 from langchain_card.models.convert import FloatWriter, Layout
 from langchain_card.models.gguf import BlockPlace
 from langchain_card.models.safety import weight_files
-from langchain_card.runtime.cpu.block_formats import FORMATS, Q4_0, Q4_K, Q8_0
-from langchain_card.runtime.cpu.block_rounding import quantize
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0, Q4_K, Q8_0
+from langchain_card.runtime.cpu.blocks.rounding import quantize
 from langchain_card.runtime.cpu.quantized_weights import FileBlocks, StoredTensor
 
 INDEX, BLOCKS = "blocks.json", "matrices.blocks"

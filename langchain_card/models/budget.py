@@ -200,7 +200,7 @@ def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
 def _block_bytes(spec: ModelSpec) -> int:
     """Return the bytes of weights in blocks. A table of embeddings in a file takes memory only where it is used."""
     from langchain_card.models.block_index import read_tensors  # imports numba, which float weights do not need
-    from langchain_card.runtime.cpu.block_formats import FORMATS, Q4_0
+    from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0
 
     total = 0.0
     for tensor in read_tensors(spec.folder).values():

@@ -280,7 +280,7 @@ def _load_float(spec: ModelSpec) -> Any:
 
 def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
     from langchain_card.models.block_index import read_tensors
-    from langchain_card.runtime.cpu.block_formats import Q4_0  # imports numba, which float weights do not need
+    from langchain_card.runtime.cpu.blocks.formats import Q4_0  # imports numba, which float weights do not need
     from langchain_card.runtime.cpu.quantized_weights import read_weights
 
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)

@@ -220,7 +220,7 @@ class ModelStore:
             return target
         with self._lock(home.name, report):
             if not _ready(target):
-                for older in [path for path in home.glob("*") if path.is_dir() and path.name not in FORMS]:
+                for older in [path for path in home.glob("*") if path.is_dir() and not _ready(path)]:
                     shutil.rmtree(older, ignore_errors=True)
                 with fresh_folder(target) as folder:
                     _convert(source, folder, form, report)

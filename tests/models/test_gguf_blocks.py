@@ -17,9 +17,10 @@ from langchain_card.models import loader
 from langchain_card.models.block_index import read_tensors
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.models.store import ModelStore
-from langchain_card.runtime.cpu.block_formats import FORMATS
+from langchain_card.runtime.cpu.blocks.formats import FORMATS
 from langchain_card.runtime.cpu.quantized_layers import FloatLinear, LinearPart, QuantizedLinear
 from langchain_card.runtime.runner import ModelRunner
+from tests.support.blocks import blocks
 from tests.support.tiny import tiny_gguf
 
 SHAPES = {
@@ -44,21 +45,16 @@ OURS = {
 }
 
 
-def blocks(kind: str, rows: int, features: int, seed: int) -> Any:
+def data_of(kind: str, rows: int, features: int, seed: int) -> Any:
     """Random blocks with small factors, or float16."""
+    own = next((form for form in FORMATS if form.name == kind), None)
+    if own is not None:
+        return blocks(own, rows, seed, features=features, size=4e-4 if own.features == 256 else 5e-3)
     rng = np.random.default_rng(seed)
     if kind == "F16":
         return (0.05 * rng.standard_normal((rows, features))).astype(np.float16)
     count, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    data = rng.integers(0, 256, (rows, features // count, size), dtype=np.uint8)
-    small = np.array([2e-4 if count == 256 else 5e-3], np.float16).view(np.uint8)
-    for form in FORMATS:
-        if form.name == kind:
-            at = 208 if kind == "Q6_K" else 0
-            data[..., at : at + 2] = small
-            if form.has_min:
-                data[..., 2:4] = small
-    return data.reshape(rows, -1)
+    return rng.integers(0, 256, (rows, features // count * size), dtype=np.uint8)
 
 
 def small_file(path: Path, changed: dict[str, str | None]) -> Path:
@@ -69,7 +65,7 @@ def small_file(path: Path, changed: dict[str, str | None]) -> Path:
     }
     for seed, (name, (kind, rows, features)) in enumerate(SHAPES.items()):
         if (own := changed.get(name, kind)) is not None:
-            tensors[f"{name}.weight"] = (own, blocks(own, rows, features, seed))
+            tensors[f"{name}.weight"] = (own, data_of(own, rows, features, seed))
     return tiny_gguf(path, tensors=tensors, embedding_length=256, feed_forward_length=512)
 
 

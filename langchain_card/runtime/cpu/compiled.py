@@ -24,7 +24,7 @@ Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 @functools.cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
     """Return a stamp of all files of this folder; code compiled under another stamp is not used."""
-    files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.rglob("*.py"))]
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in files)
 
 

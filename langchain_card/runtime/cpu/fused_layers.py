@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from langchain_card.runtime.cpu import row_layers
-from langchain_card.runtime.cpu.block_matmul import Weights
+from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.compiled import cores
 from langchain_card.runtime.cpu.integer_kv import IntegerKV
 from langchain_card.runtime.cpu.plan import RowStablePlan, arrays, kernel_heads

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from langchain_card.runtime.cpu import row_layers
-from langchain_card.runtime.cpu.block_formats import FORMATS, dequantize
-from langchain_card.runtime.cpu.block_matmul import Weights
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
+from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.compiled import Array, Bytes, cores
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from langchain_card.errors import CorruptModelError
-from langchain_card.runtime.cpu.block_formats import FORMATS, dequantize
-from langchain_card.runtime.cpu.block_kernel import BLOCK
-from langchain_card.runtime.cpu.block_matmul import Weights, empty_bytes, pack_part, tile_bytes
-from langchain_card.runtime.cpu.block_rounding import quantize
-from langchain_card.runtime.cpu.block_tiles import TILE
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
+from langchain_card.runtime.cpu.blocks.kernel import BLOCK
+from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_bytes, pack_part, tile_bytes
+from langchain_card.runtime.cpu.blocks.rounding import quantize
+from langchain_card.runtime.cpu.blocks.tiles import TILE
 from langchain_card.runtime.cpu.compiled import Bytes
 from langchain_card.runtime.cpu.fused_layers import fuse_layers
 from langchain_card.runtime.cpu.quantized_layers import (

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from langchain_card.runtime.cpu import block_attention, row_attention
-from langchain_card.runtime.cpu.block_matmul import Rounded, Weights, empty_rounded, multiply, one, round_row
+from langchain_card.runtime.cpu.blocks.matmul import Rounded, Weights, empty_rounded, multiply, one, round_row
 from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled, row_wise
 from langchain_card.runtime.cpu.integer_kv import Blocks, of_layer
 from langchain_card.runtime.cpu.row_attention import Heads, Seen

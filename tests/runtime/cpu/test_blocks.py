@@ -12,40 +12,18 @@ import gguf
 import numpy as np
 import pytest
 
-from langchain_card.runtime.cpu import block_formats, vectors
-from langchain_card.runtime.cpu.block_formats import FORMATS, Format
-from langchain_card.runtime.cpu.block_matmul import Weights, empty_rounded, multiply, pack, round_row
-from langchain_card.runtime.cpu.block_rounding import quantize
+from langchain_card.runtime.cpu import vectors
+from langchain_card.runtime.cpu.blocks import formats
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
+from langchain_card.runtime.cpu.blocks.matmul import pack
+from langchain_card.runtime.cpu.blocks.rounding import quantize
+from tests.support.blocks import blocks, features_of, product
 
 each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 
 
-def features_of(form: Format) -> int:
-    """Blocks of 256 features and, where the format allows it, a part of one."""
-    return 768 if form.features == 256 else 928
-
-
-def blocks(form: Format, outputs: int, seed: int = 0) -> Any:
-    """Random blocks [outputs, bytes] with factors that are numbers."""
-    rng, count = np.random.default_rng(seed), features_of(form) // form.features
-    rows = rng.integers(0, 256, (outputs, count, form.size), dtype=np.uint8)
-    factors = rng.uniform(-0.01, 0.01, (2, outputs, count)).astype(np.float16)
-    at = 208 if form.name == "Q6_K" else 0
-    rows[..., at : at + 2] = factors[0][..., None].view(np.uint8)
-    if form.has_min:
-        rows[..., 2:4] = factors[1][..., None].view(np.uint8)
-    return rows.reshape(outputs, -1)
-
-
 def dequantized(form: Format, rows: Any) -> Any:
     return gguf.dequantize(rows, gguf.GGMLQuantizationType[form.name])
-
-
-def product(x: Any, weights: Weights, threads: int = 1) -> Any:
-    rounded = empty_rounded(len(x), x.shape[1])
-    for n in range(len(x)):
-        round_row(x[n], n, len(x), rounded)
-    return multiply(rounded, weights, threads)[:, : weights.outputs]
 
 
 def rounded_rows(x: Any) -> Any:
@@ -61,7 +39,7 @@ def rounded_rows(x: Any) -> Any:
 @each_format
 def test_weights_are_those_of_the_file(form: Format) -> None:
     rows = blocks(form, 40)
-    assert np.array_equal(block_formats.dequantize(form.number, rows), dequantized(form, rows))
+    assert np.array_equal(formats.dequantize(form.number, rows), dequantized(form, rows))
 
 
 @each_format
@@ -108,11 +86,11 @@ def test_the_largest_sums_are_right(form: Format) -> None:
             assert np.allclose(found, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("number", "bound"), [(block_formats.Q8_0, 0.5 / 127), (block_formats.Q4_0, 1.0 / 8)])
+@pytest.mark.parametrize(("number", "bound"), [(formats.Q8_0, 0.5 / 127), (formats.Q4_0, 1.0 / 8)])
 def test_rounding_to_blocks_is_as_near_as_their_levels_allow(number: int, bound: float) -> None:
     weights = np.random.default_rng(4).standard_normal((9, 96)).astype(np.float32)
     weights[3, :32] = 0.0
-    back = block_formats.dequantize(number, quantize(number, weights))
+    back = formats.dequantize(number, quantize(number, weights))
     top = np.abs(weights.reshape(9, 3, 32)).max(axis=2, keepdims=True)
     errors = np.abs(back - weights).reshape(9, 3, 32)
     assert (errors <= (bound + 1e-3) * top).all() and errors.max() > 0.5 * bound * top.min()
@@ -122,10 +100,10 @@ def test_k_blocks_lose_less_than_the_simple_ones_and_the_packages_reader_agrees(
     rng = np.random.default_rng(6)
     weights = (rng.standard_normal((64, 512)) * rng.uniform(0.1, 3, (64, 1)) + 0.3).astype(np.float32)
     weights[3, :256], weights[4, 256:], weights[5, :32] = 0.0, 1e-6, 2.0
-    rows = quantize(block_formats.Q4_K, weights)
-    back = block_formats.dequantize(block_formats.Q4_K, rows)
-    assert np.array_equal(back, dequantized(FORMATS[block_formats.Q4_K], rows))
-    simple = block_formats.dequantize(block_formats.Q4_0, quantize(block_formats.Q4_0, weights))
+    rows = quantize(formats.Q4_K, weights)
+    back = formats.dequantize(formats.Q4_K, rows)
+    assert np.array_equal(back, dequantized(FORMATS[formats.Q4_K], rows))
+    simple = formats.dequantize(formats.Q4_0, quantize(formats.Q4_0, weights))
     assert np.square(back - weights).sum() < 0.9 * np.square(simple - weights).sum()
     step = (weights.max(axis=1) - np.minimum(weights.min(axis=1), 0))[:, None] / 15
     assert (np.abs(back - weights) <= 1.2 * step).all()
@@ -137,19 +115,10 @@ OLDER = {  # what is said first, and what numba is to take this CPU for
     "portable": ("", {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2"}),
 }
 DIGEST = """
-import hashlib
-
-import numpy as np
-
 from langchain_card.runtime.cpu import vectors
-from tests.runtime.cpu import test_blocks as t
+from tests.support.blocks import digest
 
-digest = hashlib.sha256()
-for form in t.FORMATS:
-    weights = t.pack([(form.number, t.blocks(form, 40))], t.features_of(form))
-    x = np.random.default_rng(5).standard_normal((11, t.features_of(form))).astype(np.float32)
-    digest.update(t.product(x, weights).tobytes())
-print(vectors.instructions(), digest.hexdigest())
+print(vectors.instructions(), digest())
 """
 
 

@@ -1,6 +1,6 @@
-"""The inner loop of `block_matmul`: a tile of blocks times several rows.
+"""The inner loop of `blocks.matmul`: a tile of blocks times several rows.
 
-A tile is 16 outputs (`block_tiles`). 64 bytes of codes, of 16 outputs and 4 features, are multiplied with the same 4
+A tile is 16 outputs (`blocks.tiles`). 64 bytes of codes, of 16 outputs and 4 features, are multiplied with the same 4
 features of a row in every lane; with VNNI this is one instruction. The sum of a group's products is exact. It becomes a
 float without a conversion: it is added to the bits of 1.5 x 2^23, whose last bits count units. Sums of groups times
 their scales are added in order, and then the sums of blocks, so that a row's bits depend on nothing but itself. No
@@ -14,8 +14,8 @@ from typing import Any
 
 from numba import types
 
-from langchain_card.runtime.cpu.block_formats import FORMATS, Format
-from langchain_card.runtime.cpu.block_tiles import block_size, group_size, head_size
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
+from langchain_card.runtime.cpu.blocks.tiles import block_size, group_size, head_size
 from langchain_card.runtime.cpu.vectors import (
     BYTES,
     FLOATS,
@@ -201,7 +201,7 @@ def block_tile(
     """Multiply 1, 2, 4 or 8 rows, up to `MAX_ROWS`, with a tile of weights.
 
     All arguments are integers: the number of the format; the number of rows; the addresses of a block of rounded rows
-    (`block_matmul.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the
+    (`matmul.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the
     address of the output, and the length of its rows.
     """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from langchain_card.runtime.cpu.block_formats import FORMATS, Q4_0, Q4_K, Q8_0, half
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0, Q4_K, Q8_0, half
 from langchain_card.runtime.cpu.compiled import Array, Bytes, compiled
 
 _ZERO, _ONE, _TOP, _STEPS = np.float32(0.0), np.float32(1.0), np.float32(15.0), np.float32(63.0)
@@ -109,10 +109,10 @@ def _fit(own: Array, codes: Array) -> tuple[np.float32, np.float32]:
             sum_x += own[i]
             sum_cx += codes[i] * own[i]
         spread = np.float32(32) * sum_cc - sum_c * sum_c
-        if spread <= _ZERO:
-            continue
-        fitted = (np.float32(32) * sum_cx - sum_c * sum_x) / spread
-        shift = (sum_c * fitted - sum_x) / np.float32(32)
+        fitted, shift = per, -bottom
+        if spread > _ZERO:
+            fitted = (np.float32(32) * sum_cx - sum_c * sum_x) / spread
+            shift = (sum_c * fitted - sum_x) / np.float32(32)
         if shift < _ZERO:  # a minimum is never positive
             shift, fitted = _ZERO, sum_cx / sum_cc
         found = _ZERO

@@ -1,7 +1,7 @@
 """Products of rows with blocks of quantized weights.
 
 With few rows memory is the limit, with eight the multiplier. So weights are read once, in one stream, and each serves
-several rows while it lies in a register (`block_kernel`).
+several rows while it lies in a register (`blocks.kernel`).
 
 A row is rounded to 127 levels on either side of zero, with one factor for each 256 features. Its bits never depend on
 the rows beside it, nor on the CPU or the number of threads: sums of groups are exact, and their scaled values are added
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from langchain_card.runtime.cpu.block_formats import FORMATS
-from langchain_card.runtime.cpu.block_kernel import BLOCK, UNITS, block_tile
-from langchain_card.runtime.cpu.block_tiles import TILE, block_size, pack_tile
+from langchain_card.runtime.cpu.blocks.formats import FORMATS
+from langchain_card.runtime.cpu.blocks.kernel import BLOCK, UNITS, block_tile
+from langchain_card.runtime.cpu.blocks.tiles import TILE, block_size, pack_tile
 from langchain_card.runtime.cpu.compiled import Array, Bytes, Integers, Levels, Slots, compiled
 from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
@@ -35,7 +35,7 @@ class Weights(NamedTuple):
     """A matrix as the kernel reads it: parts of whole tiles, one below the other, each in a format of its own.
 
     Attributes:
-        stored: tiles of all parts (`block_tiles`).
+        stored: tiles of all parts (`blocks.tiles`).
         parts: [parts, 4] number of a part's format, its first byte, its first tile, and its number of tiles.
         features: features of a row of activations.
         outputs: outputs of a row of products.

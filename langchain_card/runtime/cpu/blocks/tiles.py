@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from langchain_card.runtime.cpu.block_formats import (
+from langchain_card.runtime.cpu.blocks.formats import (
     BLOCK_BYTES,
     FACTORS,
     FORMATS,
