@@ -1,4 +1,4 @@
-"""Quality of int8 weights, teacher-forced: top-1 agreement with float32, and perplexity of both.
+"""Quality of weights in blocks, teacher-forced: top-1 agreement with float32 of the same file, and perplexities.
 
 python benchmarks/quality.py --model qwen2.5-coder-1.5b --prompts humaneval.jsonl gsm8k.jsonl --count 40
 """
@@ -27,12 +27,12 @@ ROWS = 32
 
 @dataclass
 class Quality:
-    """Sums over teacher-forced tokens."""
+    """Sums over teacher-forced tokens, in float32 and in one form."""
 
     tokens: int = 0
     agreed: int = 0
     loss_float: float = 0.0
-    loss_int8: float = 0.0
+    loss: float = 0.0
 
     @property
     def agreement(self) -> float:
@@ -40,7 +40,7 @@ class Quality:
 
     @property
     def perplexities(self) -> tuple[float, float]:
-        return math.exp(self.loss_float / self.tokens), math.exp(self.loss_int8 / self.tokens)
+        return math.exp(self.loss_float / self.tokens), math.exp(self.loss / self.tokens)
 
 
 def texts(path: Path, count: int) -> list[tuple[str, str]]:
@@ -70,24 +70,25 @@ def losses(model: ModelRunner, prompt: list[int], answer: list[int]) -> tuple[to
     return torch.cat(loss), torch.cat(choice)
 
 
-def measure(model: str, sets: dict[str, list[tuple[str, str]]]) -> dict[str, Quality]:
-    """Return the quality of every set. One model is in memory at a time."""
+def measure(model: str, forms: list[str], sets: dict[str, list[tuple[str, str]]]) -> Iterator[tuple[str, str, Quality]]:
+    """Yield form, set and quality. One model is in memory at a time."""
     use_threads(num_cores())
-    results: dict[str, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {name: [] for name in sets}
-    for quantization in (None, "int8"):
-        with runner(model, quantization) as (model_runner, pair):
+    floats: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for form in (None, *forms):
+        with runner(model, form) as (model_runner, pair):
             for name, rows in sets.items():
-                shown = tqdm(rows, desc=f"{name}, {quantization or 'float32'}", unit="row")
-                results[name].append([losses(model_runner, *_encode(pair.tokenizer, *row)) for row in shown])
-    qualities = {}
-    for name, (floats, ints) in results.items():
-        quality = qualities[name] = Quality()
-        for (loss_float, choice_float), (loss_int8, choice_int8) in zip(floats, ints, strict=True):
-            quality.tokens += len(loss_float)
-            quality.agreed += int((choice_float == choice_int8).sum())
-            quality.loss_float += float(loss_float.sum())
-            quality.loss_int8 += float(loss_int8.sum())
-    return qualities
+                shown = tqdm(rows, desc=f"{name}, {form or 'float32'}", unit="row")
+                found = [losses(model_runner, *_encode(pair.tokenizer, *row)) for row in shown]
+                if form is None:
+                    floats[name] = found
+                    continue
+                quality = Quality()
+                for (loss_float, choice_float), (loss, choice) in zip(floats[name], found, strict=True):
+                    quality.tokens += len(loss)
+                    quality.agreed += int((choice_float == choice).sum())
+                    quality.loss_float += float(loss_float.sum())
+                    quality.loss += float(loss.sum())
+                yield form, name, quality
 
 
 def _encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
@@ -102,12 +103,14 @@ def main() -> None:
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--forms", nargs="+", default=["file", "int8"], help="values of quantization")
     args = parser.parse_args()
-    for name, q in measure(args.model, {path.stem: texts(path, args.count) for path in args.prompts}).items():
-        in_float, in_int8 = q.perplexities
+    for form, name, q in measure(args.model, args.forms, {path.stem: texts(path, args.count) for path in args.prompts}):
+        in_float, in_form = q.perplexities
         print(
-            f"{args.model} {name}: {q.tokens} tokens, top-1 agreement {q.agreement:.4f}, "
-            f"perplexity {in_float:.4f} float32, {in_int8:.4f} int8 ({100 * (in_int8 / in_float - 1):+.2f} %)"
+            f"{args.model} {name}: {q.tokens} tokens, {form}: top-1 agreement {q.agreement:.4f}, "
+            f"perplexity {in_float:.4f} float32, {in_form:.4f} {form} ({100 * (in_form / in_float - 1):+.2f} %)",
+            flush=True,
         )
 
 

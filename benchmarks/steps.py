@@ -15,8 +15,8 @@ import torch
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.cpu import row_layers
+from langchain_card.runtime.cpu.blocks.matmul import empty_rounded, multiply, round_row
 from langchain_card.runtime.cpu.compiled import cores
-from langchain_card.runtime.cpu.integer_matmul import empty_levels, multiply
 from langchain_card.runtime.cpu.plan import RowStablePlan
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -34,19 +34,20 @@ def stepper(model, width: int) -> Callable[[], object]:
 
 
 def products(model, width: int) -> Callable[[], object]:
-    """Return a function that computes the matrix products of all layers on given integer activations."""
+    """Return a function that computes the matrix products of all layers on given rounded activations."""
     (stack,) = model.get_decoder().layers
     linear = [
         part.weights for layer in stack.stacked_layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)
     ]
-    levels = {weights.features: empty_levels(width, weights) for weights in linear}
-    for values, begin in levels.values():
-        values[:], begin[:] = np.random.default_rng(0).integers(-9, 9, len(values)), 0
+    rounded = {weights.features: empty_rounded(width, weights.features) for weights in linear}
+    for features, rows in rounded.items():
+        for n, row in enumerate(np.random.default_rng(0).standard_normal((width, features), np.float32)):
+            round_row(row, n, width, rows)
 
     def run() -> None:
         with cores() as threads:
             for weights in linear:
-                multiply(*levels[weights.features], weights, threads)
+                multiply(rounded[weights.features], weights, threads)
 
     return run
 

@@ -11,7 +11,7 @@ from langchain_card import plugins
 from langchain_card.errors import InvalidInputError, check_choice, check_range
 
 Schedule = Literal["auto", "plain", "sequential", "parallel"]
-Quantization = Literal["int8"]
+Quantization = Literal["file", "int8", "int4"]
 DraftTransport = Literal["auto", "thread", "process"]
 Exactness = Literal["default", "strict"]
 Execution = Literal["auto", "eager", "graphs", "compiled"]
@@ -178,11 +178,12 @@ class EngineConfig:
         dtype: number format of weights and activations; `"auto"` is float32 on a CPU and bfloat16 on CUDA.
         kv_dtype: number format of keys and values: `"int8"` (CPU) for integers, of 16 bits in keys and of 8 in values,
             with which attention to long texts is several times faster; `"float"` for the format of the activations, at
-            least float32 on a CPU; `"auto"` for integers with int8 weights.
-        quantization: `"int8"` for row-exact int8 linear layers (CPU), `"auto"` for int8 with built-in models on a CPU,
-            None for none; or a transformers quantization config as a JSON object, such as
-            `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are already quantized
-            (`quantization_config` in their config.json) stay as they are.
+            least float32 on a CPU; `"auto"` for integers with weights in blocks.
+        quantization: on a CPU `"file"` for the blocks of a GGUF file as they are, `"int8"` or `"int4"` for matrices
+            that are rounded to blocks of 8 or 4 bits once; `"auto"` for `"file"` with GGUF files on a CPU (`"int8"`
+            if the file has no blocks that run); None for none; or a transformers quantization config as a JSON
+            object, such as `'{"quant_method": "bitsandbytes", "load_in_4bit": true}'`. Folders whose weights are
+            already quantized (`quantization_config` in their config.json) stay as they are.
         isolate: whether models and engine run in a process of their own. If that process dies it is restarted, and
             every answer continues where it stopped.
         drafters: drafters that work beside the draft model, on the same tree: names, perhaps with options, such as

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
 
 from langchain_card.bench import machine
+from langchain_card.bench.method import PeakMemory
 from langchain_card.bench.prompts import user_prompt
 from langchain_card.bench.step_times import Device, interpolate
 from langchain_card.config import EngineConfig, Schedule
@@ -18,11 +25,14 @@ from langchain_card.core.policy import Load
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
-from langchain_card.models.budget import ModelNeeds, free_bytes
+from langchain_card.errors import EngineError
+from langchain_card.models.budget import ModelNeeds, disk_bytes, free_bytes
 from langchain_card.models.loader import ModelSpec, Pair
 from langchain_card.runtime.threads import num_cores
 
 _GIB = 1 << 30
+_FIELDS = ("model", "draft_model", "device", "draft_device", "dtype", "kv_dtype", "quantization", "max_model_len")
+_PROMPT = "Write a Python function that adds two numbers."
 EXTRAS = {"structured": "llguidance", "server": "fastapi", "langserve": "langserve", "bench": "matplotlib"}
 """A package of each extra, by which the extra is detected."""
 
@@ -67,14 +77,14 @@ def about_kernels(pair: Pair) -> Iterator[str]:
         yield f"The {role}, {spec.name}, runs in {form} on {', '.join(map(str, spec.devices))}."
         if tokens := machine.proposed_tokens(spec):
             yield f"It proposes the most frequent {tokens}."
-    if pair.target.form == "int8":
-        from langchain_card.runtime.cpu.matmul_kernel import instructions
+    if pair.target.form != "float":
+        from langchain_card.runtime.cpu.vectors import instructions
 
         kind = instructions()
         slower = "" if kind == "avx512vnni" else ", which is slower than AVX-512 VNNI"
         yield f"Its integer products use {kind}{slower}; a row's result does not depend on its neighbours."
-    elif pair.target.device.type == "cpu" and pair.target.dtype == torch.float32 and _has_int8():
-        yield "On this CPU int8 is several times as fast: quantization='int8'."
+    elif pair.target.device.type == "cpu" and pair.target.dtype == torch.float32:
+        yield "On a CPU, blocks of 8 or 4 bits are several times as fast: quantization='int8' or 'int4'."
 
 
 def about_vocabulary(pair: Pair) -> Iterator[str]:
@@ -98,12 +108,61 @@ def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
         yield f"The {role} {weights}, and {kv}."
     for device in dict.fromkeys(device for _, spec in _models(pair) for device in spec.devices):
         yield f"{free_bytes(device) / _GIB:.1f} GiB of {device} are free."
+    sizes = {spec.folder: disk_bytes(spec.folder) for _, spec in _models(pair)}
+    yield f"The models take {sum(sizes.values()) / _GIB:.1f} GiB on disk."
 
 
-def _has_int8() -> bool:
-    from langchain_card.runtime.cpu.matmul_kernel import instructions
+@dataclass(frozen=True, slots=True)
+class StartCost:
+    """A start.
 
-    return instructions() is not None
+    Attributes:
+        imports: seconds from the start of the process until this package is imported.
+        load: seconds until an engine is open, after that.
+        first: seconds until the first token of a short prompt, after that.
+        peak: most bytes that the process held.
+    """
+
+    imports: float
+    load: float
+    first: float
+    peak: int
+
+
+def measure_start(config: EngineConfig) -> StartCost:
+    """Start an engine in a new process and write one token.
+
+    Raises:
+        EngineError: the process failed.
+    """
+    fields = json.dumps({name: getattr(config, name) for name in _FIELDS})
+    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import start; start()", fields]
+    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
+    if done.returncode:
+        last = ["it printed nothing", *filter(None, map(str.strip, done.stderr.splitlines()))][-1]
+        raise EngineError("start", f"exit code {done.returncode}", f"a new process ended ({last})")
+    return StartCost(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def start() -> None:
+    """Start an engine with the fields of the command line, write one token, and print a `StartCost`."""
+    begun, imported = psutil.Process().create_time(), time.time()
+    fields: dict[str, Any] = json.loads(sys.argv[1])
+    with Engine(EngineConfig(**fields)) as engine:
+        opened = time.time()
+        engine.submit(user_prompt(engine, _PROMPT), SamplingParams(max_tokens=1)).result()
+        written = time.time()
+        peak = PeakMemory(cuda="cuda" in str(engine.devices)).read()
+    times = {"imports": imported - begun, "load": opened - imported, "first": written - opened}
+    sys.stdout.write(json.dumps({**times, "peak": peak}) + "\n")
+
+
+def about_start(cost: StartCost) -> Iterator[str]:
+    """Describe the time until a new process writes, and the memory that it takes for one short answer."""
+    parts = {"imports": cost.imports, "loading": cost.load, "the prompt": cost.first}
+    listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+    yield f"A new process writes its first token after {sum(parts.values()):.1f} s: {listed}."
+    yield f"It takes {cost.peak / _GIB:.1f} GiB of memory at most."
 
 
 def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:

@@ -51,8 +51,9 @@ def gpus() -> list[str]:
 
 def number_format(spec: ModelSpec) -> str:
     """Return the number format of a model's weights, in words."""
-    if spec.form == "int8":
-        return "4 bits" if spec.draft else "int8"
+    if spec.form != "float":
+        words = {"file": "the blocks of its file", "int8": "int8", "int4": "4 bits"}
+        return "4 bits" if spec.draft else words[spec.form]
     return str(spec.dtype).removeprefix("torch.") + (", quantized" if spec.quantization else "")
 
 

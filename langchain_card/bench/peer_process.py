@@ -82,11 +82,7 @@ def _load(spec: ModelSpec) -> Any:
     """Load a model in transformers' layers, with the default generation config; a draft keeps its whole head."""
     from transformers import GenerationConfig
 
-    model = load_model(replace(spec, draft=False, compiled=False), fused=False)
-    if spec.draft and spec.form == "int8":
-        from langchain_card.runtime.cpu import int4
-
-        int4.to_4_bits(model)
+    model = load_model(replace(spec, compiled=False), fused=False, whole_head=True)
     model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig()
     return model

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     screen.print(f"  It all fits; up to {num_seqs} requests will run at once.")
     if args.no_measure:
         return 0
+    screen.note("starting another process")
+    print_section("Start, measured", doctor.about_start(doctor.measure_start(config)))
     with contextlib.ExitStack() as loaded:  # weights are loaded once, for the steps and for the engine
         device = None
         if pair.draft is not None:

@@ -29,10 +29,12 @@ def add_engine_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--draft-device", default="auto", help="of the draft")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and activations")
-    stored = "of keys and values: auto (integers with int8 weights), int8 (CPU), float"
+    stored = "of keys and values: auto (integers with weights in blocks), int8 (CPU), float"
     parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help=stored)
     parser.add_argument(
-        "--quantization", default="auto", help="of weights: auto, int8, none, or the JSON of a transformers config"
+        "--quantization",
+        default="auto",
+        help="of weights: auto, file, int8, int4, none, or a transformers config (JSON)",
     )
     parser.add_argument(
         "--draft-context",

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,7 @@ from langchain_card.engine.transports.inline import InlineTransport
 from langchain_card.engine.transports.thread import ThreadTransport
 from langchain_card.errors import CARDError, DeviceError, ModelStoreError, is_out_of_memory
 from langchain_card.models.loader import ModelSpec, Pair, load_model
+from langchain_card.models.store import Form
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, read_map
 from langchain_card.ports import Constraint, Drafter, Setting, Transport
@@ -247,7 +248,7 @@ def build_worker(
     *,
     name: str,
     folder: str,
-    form: Literal["float", "int8"],
+    form: Form,
     device: str,
     dtype: str,
     quantization: str,

@@ -10,12 +10,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import torch
-from safetensors import safe_open
 
 from langchain_card.errors import DeviceError
+from langchain_card.models.files import size_on_disk
 from langchain_card.models.loader import ModelSpec, Pair, device_map, is_loaded
 from langchain_card.models.placement import shares
 from langchain_card.models.quantization import find_quantizer, quantized_bytes
@@ -29,8 +30,8 @@ FIXED_RESERVE = 256 << 20
 MAX_SEQS = 16
 """Default upper bound of sequences at once, chosen for few CPU cores, where a pass gains little from more sequences."""
 
-_PACKED = 1.06
-"""Memory of a packed int8 matrix over its size on disk: 1.01 to 1.18 was measured, depending on the shape."""
+_PACKED = 1.03
+"""Memory of a matrix as the kernel reads it over its blocks in a file."""
 
 _INTEGER_TILE, _INTEGER_BLOCK = 32, 64
 """Integer KV is padded to whole tiles of a head's features, and to whole blocks of positions."""
@@ -49,8 +50,8 @@ def free_bytes(device: torch.device) -> int:
 
 def weight_bytes(spec: ModelSpec) -> int:
     """Return the bytes that a model's weights take on their device."""
-    if spec.form == "int8":
-        return _int8_bytes(spec)
+    if spec.form != "float":
+        return _block_bytes(spec)
     config = read_config(spec.folder)
     quantizer, model = find_quantizer(config, spec.quantization, spec.device), empty_model(config).to(spec.dtype)
     if quantizer is None:
@@ -58,6 +59,13 @@ def weight_bytes(spec: ModelSpec) -> int:
     if quantizer.pre_quantized:
         return sum(file.stat().st_size for file in weight_files(spec.folder))
     return quantized_bytes(model, quantizer)
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the bytes of a model's folder, and of the GGUF file whose blocks it refers to."""
+    from langchain_card.models.block_index import outer_file  # imports numba, which float weights do not need
+
+    return size_on_disk(folder) + (source.stat().st_size if (source := outer_file(folder)) else 0)
 
 
 def check_budget(
@@ -117,8 +125,7 @@ class ModelNeeds:
 
     def __init__(self, role: str, spec: ModelSpec, scratch: int) -> None:
         self.role, self.spec, self.scratch = role, spec, scratch
-        forms = 1.5 if spec.draft and spec.form == "int8" else 1.0  # 4 bits, made from 8
-        self.weights = 0 if is_loaded(spec) else int(forms * weight_bytes(spec))
+        self.weights = 0 if is_loaded(spec) else weight_bytes(spec)
         self._config = read_config(spec.folder).get_text_config()
         self.shares = {spec.device: (1.0, 1.0)}
         if spec.others:
@@ -190,14 +197,17 @@ def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
     return "the weights alone do not fit: use a smaller model, a quantized form of it, or several CUDA devices"
 
 
-def _int8_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of int8 weights: matrices stay in int8, the rest is converted to the model's dtype."""
+def _block_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of weights in blocks. A table of embeddings in a file takes memory only where it is used."""
+    from langchain_card.models.block_index import read_tensors  # imports numba, which float weights do not need
+    from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0
+
     total = 0.0
-    for file in weight_files(spec.folder):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a mapping)
-                stored = weights.get_slice(name)
-                total += math.prod(stored.get_shape()) * (_PACKED if stored.get_dtype() == "I8" else spec.itemsize)
+    for tensor in read_tensors(spec.folder).values():
+        size = spec.itemsize if tensor.form is None else FORMATS[tensor.form].size / FORMATS[tensor.form].features
+        if spec.draft and tensor.form is not None:
+            size = min(size, FORMATS[Q4_0].size / FORMATS[Q4_0].features)
+        total += math.prod(tensor.shape) * size * (1 if tensor.form is None else _PACKED)
     return int(total)
 
 

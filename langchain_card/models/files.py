@@ -12,7 +12,6 @@ from typing import Protocol
 
 from langchain_card.errors import DiskSpaceError
 
-INT8_FORMAT = "langchain-card-int8-rotated"  # `format` in the metadata of our int8 files
 MARGIN = 64 << 20  # bytes left free beside every estimate: tokenizer, config, other programs
 
 

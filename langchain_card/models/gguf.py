@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
 
 # Texts of tokens that end an answer even if the metadata does not list them (as in llama.cpp).
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+FLOATS = ("F32", "F16", "BF16")  # tensors that are numbers
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # those with a kernel
 _CONTROL = 3  # GGUF's token type for control tokens
 
 
@@ -88,6 +93,32 @@ def save_tokenizer(path: Path, reader: Any, out: Path) -> None:
     (out / "generation_config.json").write_text(text + "\n")
 
 
+class BlockPlace(NamedTuple):
+    """The place of a matrix's blocks in a file.
+
+    Attributes:
+        kind: name of the blocks' format.
+        rows: number of rows.
+        size: bytes of a row.
+        offset: first byte.
+        order: the file's number of each row, in transformers' order; empty if that is the file's.
+    """
+
+    kind: str
+    rows: int
+    size: int
+    offset: int
+    order: list[int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        features, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        return self.rows, self.size // size * features
+
+
 def tensors(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
     """Yield dequantized tensors, one at a time, in file order.
 
@@ -99,14 +130,78 @@ def tensors(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
         transformers' parameter name and a float32 array of the parameter's shape. Tensors that the model does not
         have, such as rope tables, are left out.
     """
-    from gguf import dequantize
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-
-    architecture = reader.fields["general.architecture"].contents()
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
+    named = _Names(reader, model)
     for tensor in reader.tensors:
-        if tensor.name in names:
-            weights = dequantize(tensor.data, tensor.tensor_type)
-            result = processor.process(weights=weights, name=tensor.name, tensor_key_mapping=names)
-            yield names[result.name], result.weights if result.weights.flags.writeable else result.weights.copy()
+        if tensor.name in named:
+            yield named.translate(tensor, _numbers(tensor))
+
+
+def blocks_and_numbers(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield where a file's matrices in blocks lie, and its other tensors, one at a time, in file order.
+
+    Args:
+        reader: a result of `open_gguf`.
+        model: the transformers model on the meta device, for names and head counts.
+
+    Yields:
+        transformers' parameter name, and a `BlockPlace` or an array of float16 or float32. Blocks that transformers
+        does not store as one matrix, such as those of experts, become float16.
+
+    Raises:
+        ModelStoreError: blocks have a format without a kernel.
+    """
+    named = _Names(reader, model)
+    for tensor in reader.tensors:
+        if tensor.name not in named:
+            continue
+        kind = tensor.tensor_type.name
+        if kind in FLOATS:
+            name, weights = named.translate(tensor, _numbers(tensor))
+            yield name, weights.astype(np.float16) if kind == "F16" else weights
+            continue
+        if kind not in BLOCKS:
+            hint = 'use quantization="int8", or another file'
+            raise ModelStoreError(f"format of {tensor.name}", kind, f"must be one of {', '.join(BLOCKS)}", hint)
+        rows = tensor.data.shape[0]
+        if tensor.data.ndim == 2:  # some files have the rows of queries and keys in another order
+            name, order = named.translate(tensor, np.arange(rows, dtype=np.float32)[:, None])
+            if order.shape == (rows, 1) and np.array_equal(np.sort(order, axis=0)[:, 0], np.arange(rows)):
+                moved = order[:, 0].astype(int).tolist()
+                moved = [] if moved == [*range(rows)] else moved
+                yield name, BlockPlace(kind, rows, tensor.data.shape[1], int(tensor.data_offset), moved)
+                continue
+        name, weights = named.translate(tensor, _numbers(tensor))
+        yield name, weights.astype(np.float16)
+
+
+def is_in_blocks(reader: Any) -> bool:
+    """Return whether a file's tensors all are numbers or blocks with a kernel, and blocks for the most part."""
+    sizes = Counter[str]()
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    return sizes.keys() <= {*BLOCKS, *FLOATS} and 2 * sum(sizes[kind] for kind in BLOCKS) > sizes.total()
+
+
+class _Names:
+    """transformers' names of a file's tensors, and the changes that it makes to them."""
+
+    def __init__(self, reader: Any, model: Any) -> None:
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+        architecture = reader.fields["general.architecture"].contents()
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+        self._names = get_gguf_hf_weights_map(model, self._processor)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def translate(self, tensor: Any, weights: Any) -> tuple[str, Any]:
+        """Return the name and the numbers of a tensor's parameter; the numbers may be written."""
+        result = self._processor.process(weights=weights, name=tensor.name, tensor_key_mapping=self._names)
+        return self._names[result.name], result.weights if result.weights.flags.writeable else result.weights.copy()
+
+
+def _numbers(tensor: Any) -> Any:
+    from gguf import dequantize
+
+    return dequantize(tensor.data, tensor.tensor_type)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from langchain_card.config import NGRAM, EngineConfig
+from langchain_card.config import NGRAM, QUANTIZATIONS, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
 from langchain_card.models import draft_form
 from langchain_card.models.download import BUILTINS
@@ -23,8 +23,7 @@ from langchain_card.models.headers import DEFAULT_MAX_LEN
 from langchain_card.models.placement import capacity, draft_device, find_devices, place
 from langchain_card.models.quantization import find_quantizer
 from langchain_card.models.registry import Registry
-from langchain_card.models.safety import weight_files
-from langchain_card.models.store import ModelStore
+from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
 from langchain_card.runtime.attention import ATTENTION_NAME
@@ -35,7 +34,7 @@ from langchain_card.runtime.threads import single_threaded
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_INT8_DTYPES = ("auto", "float32")
+_BLOCK_DTYPES = ("auto", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class ModelSpec:
     Attributes:
         name: the user's name of the model.
         folder: folder with config, tokenizer and weights.
-        form: form of the weights on disk.
+        form: how weights are held (`store.ModelStore.prepare`).
         device: the first device.
         dtype: type of activations, and of weights in the float form.
         quantization: JSON of a transformers quantization config for float weights; None to load them unchanged.
@@ -58,7 +57,7 @@ class ModelSpec:
 
     name: str
     folder: Path
-    form: Literal["float", "int8"]
+    form: Form
     device: torch.device
     dtype: torch.dtype
     quantization: str | None = None
@@ -152,24 +151,24 @@ def _spec(
     config: EngineConfig, field: str, name: str, devices: Sequence[torch.device], progress: Progress | None
 ) -> ModelSpec:
     quantization, device = config.quantization, devices[0]
+    runs, store = _blocks_run(config, device), ModelStore()
     if quantization == "auto":
-        quantization = "int8" if name in BUILTINS and _int8_runs(config, device) else None
-    elif quantization == "int8" and not _int8_runs(config, device):
-        why = f"int8 runs on a CPU with AVX2 in float32, not on {device} in {config.dtype}"
-        if device.type == "cpu" and config.dtype in _INT8_DTYPES:
-            why = "int8 runs on CPUs with AVX2, which this one lacks"
-        raise InvalidInputError("quantization", "int8", why, 'use quantization=None, or device="cpu"')
+        is_gguf = name in BUILTINS or name.endswith(".gguf")
+        quantization = None if not (is_gguf and runs) else "file" if store.is_in_blocks(name) else "int8"
+    elif quantization in QUANTIZATIONS and not runs:
+        why = f"blocks run on a CPU in float32, not on {device} in {config.dtype}"
+        raise InvalidInputError("quantization", quantization, why, 'use quantization=None, or device="cpu"')
     if config.dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     else:
         dtype = _DTYPES[config.dtype]
-    form: Literal["float", "int8"] = "int8" if quantization == "int8" else "float"
+    form: Form = quantization if quantization in QUANTIZATIONS else "float"  # type: ignore[assignment]
     passed = quantization if quantization != form else None
-    folder = ModelStore().prepare(name, form, progress)
+    folder = store.prepare(name, form, progress)
     compiled = config.execution == "compiled" and device.type == "cuda"
-    in_int8 = {"auto": form == "int8", "int8": _int8_runs(config, device), "float": False}[config.kv_dtype]
+    in_int8 = {"auto": form != "float", "int8": runs, "float": False}[config.kv_dtype]
     if field == "model" and config.kv_dtype == "int8" and not in_int8:  # drafts fall back to floats
-        why = f"int8 runs on a CPU with AVX2 in float32, not on {device} in {config.dtype}"
+        why = f"int8 runs on a CPU in float32, not on {device} in {config.dtype}"
         raise InvalidInputError("kv_dtype", "int8", why, 'use kv_dtype="auto"')
     spec = ModelSpec(
         name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled,
@@ -181,12 +180,8 @@ def _spec(
     return spec
 
 
-def _int8_runs(config: EngineConfig, device: torch.device) -> bool:
-    if device.type != "cpu" or config.dtype not in _INT8_DTYPES:
-        return False
-    from langchain_card.runtime.cpu.matmul_kernel import instructions  # imports numba, which float weights do not need
-
-    return instructions() is not None
+def _blocks_run(config: EngineConfig, device: torch.device) -> bool:
+    return device.type == "cpu" and config.dtype in _BLOCK_DTYPES
 
 
 def _text_config(spec: ModelSpec) -> Any:
@@ -236,21 +231,21 @@ def num_loaded_models() -> int:
     return len(_models)
 
 
-def load_model(spec: ModelSpec, *, fused: bool = True) -> Any:
+def load_model(spec: ModelSpec, *, fused: bool = True, whole_head: bool = False) -> Any:
     """Load a causal language model of transformers in evaluation mode, with this package's attention.
 
     Args:
         spec: the model.
-        fused: whether layers of an int8 model may be replaced by compiled ones, which cannot run in
-            transformers' own loops.
+        fused: whether layers with blocks may be replaced by compiled ones, which cannot run in transformers' own loops.
+        whole_head: whether a draft keeps all outputs.
     """
     with single_threaded():
-        model = _load_int8(spec, fused=fused) if spec.form == "int8" else _load_float(spec)
+        model = _load_float(spec) if spec.form == "float" else _load_blocks(spec, fused, whole_head)
     if spec.compiled:
         compile_layers(model)
-    if spec.draft:
-        draft_form.make_draft(model, spec.form)
-    if spec.form == "int8" and fused:
+    if spec.draft and spec.form == "float" and not whole_head:
+        draft_form.cut_head(model)
+    if spec.form != "float" and fused:
         from langchain_card.runtime.cpu import fused_layers  # imports numba, which float weights do not need
 
         fused_layers.stack_layers(model.get_decoder())
@@ -283,12 +278,17 @@ def _load_float(spec: ModelSpec) -> Any:
         raise DeviceError("device", str(spec.device), f"{spec.name} does not fit", "use a smaller model") from error
 
 
-def _load_int8(spec: ModelSpec, *, fused: bool) -> Any:
-    from langchain_card.runtime.cpu.int8_weights import read_int8  # imports numba, which float weights do not need
+def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
+    from langchain_card.models.block_index import read_tensors
+    from langchain_card.runtime.cpu.blocks.formats import Q4_0  # imports numba, which float weights do not need
+    from langchain_card.runtime.cpu.quantized_weights import read_weights
 
-    config = read_config(spec.folder)
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
     with empty:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=spec.dtype)
-    read_int8(model, weight_files(spec.folder), spec.dtype, fused=fused)
+        model = AutoModelForCausalLM.from_config(
+            read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
+        )
+    most = draft_form.HEAD if spec.draft and not whole_head else None
+    form = Q4_0 if spec.draft else None
+    read_weights(model, read_tensors(spec.folder), spec.dtype, form=form, max_outputs=most, fused=fused)
     return model

@@ -3,8 +3,8 @@
 A model's name is a built-in name, a folder, a `.gguf` file, or a hub id, tried in this order. Layout of the cache:
 
 ```
-<cache>/models/<built-in>/source.gguf, float/, int8/
-<cache>/converted/<name>-<key>/float/, int8/         from the user's folders and files
+<cache>/models/<built-in>/source.gguf, and a folder for each form
+<cache>/converted/<name>-<key>/                      folders made from the user's folders and files
 <cache>/prefixes/                                    texts' keys and values (`engine.prefix_folder`)
 <cache>/locks/
 ```
@@ -25,18 +25,20 @@ from typing import Any, Literal
 
 from langchain_card.errors import CARDError, InvalidInputError, ModelStoreError, UnknownModelError
 from langchain_card.models.download import BUILTINS, fetch, fetch_hub_folder
-from langchain_card.models.files import INT8_FORMAT, Progress, Silent, fresh_folder, locked, size_on_disk
+from langchain_card.models.files import Progress, Silent, fresh_folder, locked, size_on_disk
 from langchain_card.models.headers import cached_hub_file
-from langchain_card.models.safety import check_safetensors, inspect_folder
+from langchain_card.models.safety import inspect_folder
 
 __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
 PREFIXES = "prefixes"
 STAMP = "langchain-card.json"
-CONVERTER = 2  # raise it if the written form changes: older conversions are then replaced
-_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+CONVERTER = 3  # raise it if the written form changes: older conversions are then replaced
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
+Form = Literal["float", "file", "int8", "int4"]
+FORMS: tuple[Form, ...] = ("float", "file", "int8", "int4")
+_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +148,13 @@ class ModelStore:
             if folder.exists():
                 raise ModelStoreError("model", name, "could not be deleted", f"delete {folder} by hand")
 
-    def prepare(self, model: str, form: Literal["float", "int8"], progress: Progress | None = None) -> Path:
+    def prepare(self, model: str, form: Form, progress: Progress | None = None) -> Path:
         """Download and convert a model if needed.
 
         Args:
             model: built-in name, folder, `.gguf` file or hub id.
-            form: "float" (float16 matrices; a folder or hub id is used unchanged) or "int8" (see `convert`).
+            form: "float" (float16 matrices; a folder or hub id is used unchanged); "file", the blocks of a GGUF file
+                as they are; or "int8" or "int4", matrices that are rounded to blocks.
             progress: receives reports of long steps.
 
         Returns:
@@ -164,25 +167,38 @@ class ModelStore:
             DiskSpaceError: not enough free disk.
             DownloadError: no source provided the model.
         """
-        if form not in ("float", "int8"):
-            raise InvalidInputError("form", form, 'must be "float" or "int8"')
+        if form not in FORMS:
+            raise InvalidInputError("form", form, f"must be one of {', '.join(FORMS)}")
         report = progress or Silent()
         source = self.pull(model, report)
         if model in BUILTINS:
             return self._converted(model, source, self._home(model), form, report)
         if source.is_dir():
-            files = inspect_folder(source)
-            is_int8 = check_safetensors(files[0]).get("format") == INT8_FORMAT
-            if is_int8 == (form == "int8"):
+            inspect_folder(source)
+            if form == "file":
+                hint = 'use quantization="int8" or "int4"'
+                raise InvalidInputError("model", model, "has no blocks: its weights are not in a GGUF file", hint)
+            if form == "float":
                 return source
-            if is_int8:
-                raise InvalidInputError("model", model, "holds int8 weights, float ones were asked for")
         name = str(source) if _local(model) else model
         home = self.cache / "converted" / file_state(source)
         folder = self._converted(name, source, home, form, report)
         for older in [other for other, of in self._conversions() if of == name and other != home]:
             shutil.rmtree(older, ignore_errors=True)
         return folder
+
+    def is_in_blocks(self, model: str) -> bool:
+        """Return whether a model is a GGUF file whose blocks can be run as they are, for the most part."""
+        if model in BUILTINS:
+            return True
+        source = _local(model)
+        if source is None or source.is_dir():
+            return False
+        from langchain_card.models import gguf
+
+        home = self.cache / "converted" / file_state(source)
+        ready = {form: _stamp(home / form).get("converter") == CONVERTER for form in FORMS}
+        return ready["file"] or (not ready["int8"] and gguf.is_in_blocks(gguf.open_gguf(source)))
 
     def tokenizer_source(self, name: str) -> Path:
         """Return the folder or GGUF file with a model's tokenizer; download the model only if nothing of it is here.
@@ -195,15 +211,17 @@ class ModelStore:
         if source is not None and source.is_dir():
             return source
         home = self._home(name) if source is None else self.cache / "converted" / file_state(source)
-        ready = (home / form for form in ("int8", "float") if _stamp(home / form).get("converter") == CONVERTER)
+        ready = (home / form for form in FORMS if _stamp(home / form).get("converter") == CONVERTER)
         return next(ready, None) or source or self.pull(name)
 
-    def _converted(self, name: str, source: Path, home: Path, form: Literal["float", "int8"], report: Progress) -> Path:
+    def _converted(self, name: str, source: Path, home: Path, form: Form, report: Progress) -> Path:
         target = home / form
         if _ready(target):
             return target
         with self._lock(home.name, report):
             if not _ready(target):
+                for older in [path for path in home.glob("*") if path.is_dir() and not _ready(path)]:
+                    shutil.rmtree(older, ignore_errors=True)
                 with fresh_folder(target) as folder:
                     _convert(source, folder, form, report)
                     stamp = {"converter": CONVERTER, "model": name, "form": form}
@@ -277,29 +295,35 @@ def _ready(folder: Path) -> bool:
 
 
 def _describe(name: str, home: Path) -> StoredModel:
-    forms = tuple(form for form in ("float", "int8") if _ready(home / form))
+    forms = tuple(form for form in FORMS if _ready(home / form))
     state: State = "converted" if forms else "downloaded" if (home / "source.gguf").exists() else "absent"
     return StoredModel(name, state, size_on_disk(home), forms)
 
 
-def _convert(source: Path, folder: Path, form: Literal["float", "int8"], report: Progress) -> None:
-    """Write config, tokenizer and weights of a GGUF file or of a safetensors folder."""
+def _convert(source: Path, folder: Path, form: Form, report: Progress) -> None:
+    """Write config, tokenizer and weights of a GGUF file or a folder in a form."""
     from langchain_card.models import convert, gguf
 
     report.update("read config and tokenizer", 0, 0)
-    if source.is_dir():
+    reader = None if source.is_dir() else gguf.open_gguf(source)
+    config = gguf.load_config(source)
+    layout = convert.Layout(config)
+    if reader is None:
         for pattern in _COPIED:
             for file in source.glob(pattern):
                 if not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
-        layout = convert.Layout(gguf.load_config(source), form)
         tensors = convert.folder_tensors(inspect_folder(source))
     else:
-        reader = gguf.open_gguf(source)
-        config = gguf.load_config(source)
-        layout = convert.Layout(config, form)
         config.architectures, config.dtype = [type(layout.model).__name__], "float16"
         config.save_pretrained(folder)
         gguf.save_tokenizer(source, reader, folder)
-        tensors = gguf.tensors(reader, layout.model)
-    convert.write_weights(tensors, layout, folder, report)
+        tensors = (gguf.blocks_and_numbers if form == "file" else gguf.tensors)(reader, layout.model)
+    writer: convert.Writer
+    if form == "float":
+        writer = convert.FloatWriter(folder / "model.safetensors", layout.shapes)
+    else:
+        from langchain_card.models.block_index import BlockWriter  # imports numba
+
+        writer = BlockWriter(folder, layout, form, source)
+    convert.write_weights(tensors, layout, writer, folder, report)

@@ -74,7 +74,7 @@ def test_the_default_is_the_built_in_pair() -> None:
         ({"seed": -1}, "seed = -1"),
         ({"schedule": "paralel"}, "'plain', 'sequential' or 'parallel'"),
         ({"dtype": "int3"}, "'float32'"),
-        ({"quantization": "int4"}, "quantization = 'int4': must be one of auto, int8"),
+        ({"quantization": "int3"}, "quantization = 'int3': must be one of auto, file, int8, int4"),
         ({"max_model_len": 3}, "max_model_len = 3: must be a whole number between 16 and"),
         ({"stop": [""]}, "stop = ''"),
         ({"stop": ["x"] * 17}, "stop = 17: at most 16 stop strings"),

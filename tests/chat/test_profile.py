@@ -220,7 +220,7 @@ def test_a_gguf_files_tokenizer_needs_no_conversion(tmp_path: Path, no_weights: 
 def test_a_conversions_tokenizer_is_that_of_the_gguf_file() -> None:
     from langchain_card.models.tokenizer import read_tokenizer
 
-    converted = ModelStore().prepare(SMALL, "int8")
+    converted = ModelStore().prepare(SMALL, "file")
     from_gguf = read_tokenizer(ModelStore().pull(SMALL))
     assert ModelStore().tokenizer_source(SMALL).parent == converted.parent
     text = "def f(x):\n    return x  # \u4e2d\u6587"

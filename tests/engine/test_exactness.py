@@ -23,7 +23,6 @@ from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine import build, target_worker
 from langchain_card.engine.driver import Driver
 from langchain_card.runtime import sampling, threads
-from langchain_card.runtime.cpu import matmul_kernel
 from tests.simulation import FixedPolicy
 from tests.support import tiny
 from tests.support.exactness import Figures, Reference, compare
@@ -113,8 +112,6 @@ def compare_all(form: str, every: int, arch: str, pair: tuple[str, str]) -> Figu
 def test_equal_to_the_naive_loop(
     tiny_pairs: Pairs, pool: ProcessPoolExecutor, form: str, every: int, say: Callable[[str], None]
 ) -> None:
-    if form == "int8" and matmul_kernel.instructions() is None:
-        pytest.skip("this build of torch has no int8 kernel")
     figures = Figures()
     for found in pool.map(compare_all, repeat(form), repeat(every), tiny_pairs, tiny_pairs.values()):
         figures.add(found)
@@ -149,8 +146,6 @@ def compare_long(form: str, arch: str, pair: tuple[str, str]) -> Figures:
 def test_long_texts_equal_the_naive_loop(
     tiny_pairs: Pairs, pool: ProcessPoolExecutor, form: str, say: Callable[[str], None]
 ) -> None:
-    if form == "int8" and matmul_kernel.instructions() is None:
-        pytest.skip("this build of torch has no int8 kernel")
     figures = Figures()
     for found in pool.map(compare_long, repeat(form), tiny_pairs, tiny_pairs.values()):
         figures.add(found)

@@ -18,8 +18,7 @@ from langchain_card.errors import DeviceError
 from langchain_card.models import loader
 from langchain_card.models.budget import FIXED_RESERVE, ModelNeeds, check_budget, free_bytes, weight_bytes
 from langchain_card.models.loader import Pair, acquire_model, load_model, release_model, resolve
-from langchain_card.runtime.cpu import matmul_kernel
-from langchain_card.runtime.cpu.integer_layers import IntegerLinear, IntegerPart
+from langchain_card.runtime.cpu.quantized_layers import LinearPart, QuantizedLinear
 from langchain_card.runtime.kv_cache import TensorKV
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
@@ -60,13 +59,12 @@ def refusal(pair: Pair, num_seqs: int, free: int) -> DeviceError:
 
 
 def stored(model: torch.nn.Module) -> int:
-    """Bytes of a loaded model's parameters, those of int8 layers as the kernel gives them back."""
+    """Bytes of a loaded model's parameters and blocks; a table of embeddings in blocks stays in the file."""
     total = sum(parameter.nbytes for parameter in model.parameters())
-    wholes = {id(part.whole): part.whole for part in model.modules() if isinstance(part, IntegerPart)}
-    wholes |= {id(layer): layer for layer in model.modules() if isinstance(layer, IntegerLinear)}
-    for layer in wholes.values():
-        total += sum(part.nbytes for part in layer.weights.unpack())
-    return total
+    wholes = {id(part.whole): part.whole for part in model.modules() if isinstance(part, LinearPart)}
+    wholes |= {id(layer): layer for layer in model.modules() if isinstance(layer, QuantizedLinear)}
+    stored = {id(layer.weights.stored): layer.weights.stored for layer in wholes.values()}
+    return total + sum(part.nbytes for part in stored.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe"])
@@ -77,11 +75,7 @@ def test_estimate_is_what_a_tiny_model_takes(family: str, tmp_path: Path) -> Non
 
 
 def test_estimate_is_what_the_real_small_model_takes() -> None:
-    compare(
-        EngineConfig(
-            model="smollm2-135m", draft_model=None, quantization="int8" if matmul_kernel.instructions() else None
-        )
-    )
+    compare(EngineConfig(model="smollm2-135m", draft_model=None))
 
 
 def compare(config: EngineConfig) -> None:

@@ -1,27 +1,21 @@
-"""A user's safetensors folder -> int8, once; the writer of weight files."""
+"""A user's safetensors folder -> blocks, once; the writer of weight files."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from langchain_card.config import EngineConfig
 from langchain_card.errors import DiskSpaceError, InvalidInputError, ModelStoreError
-from langchain_card.models.budget import weight_bytes
-from langchain_card.models.convert import WeightWriter
-from langchain_card.models.files import INT8_FORMAT
-from langchain_card.models.loader import load_model, resolve
-from langchain_card.models.safety import INDEX, inspect_folder
+from langchain_card.models.block_index import read_tensors
+from langchain_card.models.convert import FloatWriter
+from langchain_card.models.safety import inspect_folder
 from langchain_card.models.store import ModelStore
-from langchain_card.runtime.cpu import matmul_kernel
 from tests.support.wheelhouse import Record, tensors
 
 
@@ -45,20 +39,28 @@ def llama_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def test_int8_of_a_users_folder(llama_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "error"), [("int8", 1 / 127), ("int4", 2 / 15)])
+def test_blocks_of_a_users_folder(llama_folder: Path, tmp_path: Path, form: str, error: float) -> None:
     store = ModelStore(tmp_path)
     assert store.prepare(str(llama_folder), "float") == llama_folder
-    folder = store.prepare(str(llama_folder), "int8")
-    assert store.prepare(str(llama_folder), "int8") == folder == store.prepare(str(folder), "int8")
-    stored, model = tensors(folder), AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+    folder = store.prepare(str(llama_folder), form)  # type: ignore[arg-type]
+    assert store.prepare(str(llama_folder), form) == folder  # type: ignore[arg-type]
+    stored, model = read_tensors(folder), AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+    tied = model.config.tie_word_embeddings
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            restored = stored[f"{name}.weight_int8"].float() * stored[f"{name}.weight_scale"][:, None]
-            assert (restored - module.weight).abs().max() <= module.weight.abs().max() / 127
-    assert stored["model.embed_tokens.weight"].dtype == torch.float16
+        if isinstance(module, torch.nn.Linear) and not (tied and name == "lm_head"):
+            padded = stored[f"{name}.weight"].floats()
+            restored, beyond = padded[:, : module.in_features], padded[:, module.in_features :]
+            assert (restored - module.weight).abs().max() <= error * module.weight.abs().max()
+            assert not beyond.any()
+    assert torch.equal(stored["model.embed_tokens.weight"].floats().float(), half(model.get_input_embeddings().weight))
     assert (folder / "tokenizer.json").exists()
-    with pytest.raises(InvalidInputError, match="float ones were asked for"):
-        store.prepare(str(folder), "float")
+    with pytest.raises(InvalidInputError, match="has no blocks"):
+        store.prepare(str(llama_folder), "file")
+
+
+def half(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().half().float()
 
 
 def test_changed_folder_is_converted_again_and_the_old_form_removed(llama_folder: Path, tmp_path: Path) -> None:
@@ -136,42 +138,23 @@ def test_weights_beyond_half_precision_stay_full(tmp_path: Path) -> None:
     assert stored["transformer.wpe.weight"][0, 0] == 1e6
     assert stored["transformer.wte.weight"].dtype == torch.float16
     assert stored["transformer.h.0.attn.c_attn.weight"].dtype == torch.float16  # Conv1D is no linear layer
-    assert "lm_head.weight_int8" in stored
+    assert "lm_head.weight" not in stored
 
 
 def test_writer_keeps_every_tensor_aligned(tmp_path: Path) -> None:
     odd = {
-        "a": torch.ones(3, 5, dtype=torch.int8),
+        "a": torch.ones(3, 5).half(),
         "b": torch.ones(3),
         "c": torch.ones(7, 3).half(),
         "d": torch.ones(4),
     }
     (tmp_path / "config.json").write_text("{}")
-    writer = WeightWriter(tmp_path / "model.safetensors", odd, "int8")
+    writer = FloatWriter(tmp_path / "model.safetensors", odd)
     for name, tensor in odd.items():
-        writer.add(name, tensor)
+        writer.write(name, tensor)
     writer.close()
     inspect_folder(tmp_path)
     assert all(torch.equal(tensor, odd[name]) for name, tensor in tensors(tmp_path).items())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(matmul_kernel.instructions() is None, reason="the kernel needs AVX2")
-def test_model_from_shards_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_file = resolve(EngineConfig(model="smollm2-135m", draft_model=None)).target
-    weights = tensors(one_file.folder)
-    shards = tmp_path / "shards"
-    shutil.copytree(one_file.folder, shards, ignore=shutil.ignore_patterns("*.safetensors"))
-    names = sorted(weights)
-    files = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(names)}
-    for file in set(files.values()):
-        own = {name: weights[name].clone() for name in names if files[name] == file}
-        save_file(own, shards / file, {"format": INT8_FORMAT})
-    (shards / INDEX).write_text(json.dumps({"weight_map": files}))
-    split = replace(one_file, folder=shards)
-    assert weight_bytes(split) == weight_bytes(one_file)
-    first, second = (load_model(spec).state_dict() for spec in (one_file, split))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_half_precision_folder_is_converted(tmp_path: Path) -> None:

@@ -12,11 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
-from langchain_card.models.files import INT8_FORMAT
+from langchain_card.models.block_index import read_tensors
 from langchain_card.models.gguf import open_gguf
-from langchain_card.models.safety import check_safetensors
 from langchain_card.models.store import ModelStore
-from langchain_card.runtime.cpu.int8 import quantize_rows
 from tests.support.tiny import tiny_gguf
 from tests.support.wheelhouse import Record, tensors
 
@@ -31,7 +29,7 @@ def store() -> ModelStore:
     """The user's own cache: the 98 MB model is downloaded and converted once, not once a run."""
     store = ModelStore()
     store.prepare("smollm2-135m", "float")
-    store.prepare("smollm2-135m", "int8")
+    store.prepare("smollm2-135m", "file")
     return store
 
 
@@ -60,31 +58,28 @@ def test_float_form_is_half_precision_matrices_and_full_vectors(store: ModelStor
     assert "lm_head.weight" not in stored  # tied
 
 
-@pytest.mark.slow
-def test_int8_form_quantizes_the_dequantized_tensors(store: ModelStore) -> None:
-    folder = store.prepare("smollm2-135m", "int8")
-    stored = tensors(folder)
+def test_file_form_is_the_dequantized_tensors(store: ModelStore) -> None:
+    found = read_tensors(store.prepare("smollm2-135m", "file"))
     reader = gguf.GGUFReader(store.path("smollm2-135m"))
     raw = {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type))) for t in reader.tensors}
     pairs = {
-        "lm_head": "token_embd",
+        "model.embed_tokens": "token_embd",
         "model.layers.0.mlp.down_proj": "blk.0.ffn_down",
         "model.layers.29.self_attn.v_proj": "blk.29.attn_v",
         "model.layers.7.self_attn.o_proj": "blk.7.attn_output",
+        "model.norm": "output_norm",
     }
     for ours, theirs in pairs.items():
-        values, scale = quantize_rows(raw[f"{theirs}.weight"])
-        assert torch.equal(stored[f"{ours}.weight_int8"], values)
-        assert torch.equal(stored[f"{ours}.weight_scale"], scale)
-    assert torch.equal(stored["model.embed_tokens.weight"], raw["token_embd.weight"].half())
-    assert torch.equal(stored["model.norm.weight"], raw["output_norm.weight"])
-    assert sum(name.endswith("weight_int8") for name in stored) == 30 * 7 + 1
-    assert check_safetensors(folder / "model.safetensors") == {"format": INT8_FORMAT}
+        assert torch.equal(found[f"{ours}.weight"].floats(), raw[f"{theirs}.weight"])
+    in_float = tensors(store.prepare("smollm2-135m", "float"))
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.29.self_attn.k_proj.weight"):  # rows move
+        assert torch.equal(found[name].floats().half(), in_float[name])
+    assert sum(tensor.form is not None for tensor in found.values()) == 30 * 7 + 1
 
 
 @pytest.mark.slow
 def test_tokenizer_and_ends_match_the_metadata(store: ModelStore) -> None:
-    folder = store.prepare("smollm2-135m", "int8")
+    folder = store.prepare("smollm2-135m", "file")
     fields = gguf.GGUFReader(store.path("smollm2-135m")).fields
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("<|im_start|>user\nHello<|im_end|>").input_ids
@@ -103,7 +98,7 @@ def test_tokenizer_and_ends_match_the_metadata(store: ModelStore) -> None:
 @pytest.mark.pair
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
 def test_qwen_tokenizer_and_ends(store: ModelStore, name: str) -> None:
-    folder = store.prepare(name, "int8")
+    folder = store.prepare(name, "file")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer("<|im_start|>user\n1 + 23<|im_end|>").input_ids == [151644, 872, 198, 16, 488, 220, 17, 18, 151645]
     assert "<tool_call>" in tokenizer.chat_template
@@ -112,9 +107,9 @@ def test_qwen_tokenizer_and_ends(store: ModelStore, name: str) -> None:
 
 
 def test_second_start_does_not_convert_again(store: ModelStore) -> None:
-    before = (store.prepare("smollm2-135m", "int8") / "model.safetensors").stat()
+    before = (store.prepare("smollm2-135m", "file") / "model.safetensors").stat()
     record = Record()
-    after = (ModelStore().prepare("smollm2-135m", "int8", record) / "model.safetensors").stat()
+    after = (ModelStore().prepare("smollm2-135m", "file", record) / "model.safetensors").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert record.calls == []
 

@@ -1,4 +1,4 @@
-"""Real weights: the same tokens under every schedule; quality and memory of int8.
+"""Real weights: the same tokens under every schedule; quality and memory of weights in blocks.
 
 `CARD_PROMPTS` names a JSON-lines file to take the prompts from; the project's own are used otherwise.
 """
@@ -34,7 +34,7 @@ FLOORS = [("smollm2-135m", 0.94, 0.02), ("qwen2.5-coder-1.5b", 0.98, 0.01)]  # o
 
 @pytest.fixture(scope="module")
 def noisy_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """SmolLM2 in int8, with its own weights plus noise as draft, and prompt lookup."""
+    """SmolLM2 in its file's blocks, with its own weights plus noise as draft, and prompt lookup."""
     folder = tmp_path_factory.mktemp("noisy")
     source = ModelStore().prepare("smollm2-135m", "float")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -152,16 +152,17 @@ def test_the_built_in_pair_in_two_processes(say: Callable[[str], None]) -> None:
 @pytest.mark.pair
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("model", "agreement", "loss"), FLOORS)
-def test_int8_keeps_the_quality_of_float32(
+def test_blocks_keep_the_quality_of_float32(
     model: str, agreement: float, loss: float, say: Callable[[str], None]
 ) -> None:
     """Floors under what was measured (docs/LOG.md), teacher-forced on forty question and answer rows."""
     sets = {PROMPTS.stem: quality.texts(PROMPTS, 40)} if "CARD_PROMPTS" in os.environ else {"own": own_rows()}
-    for name, seen in quality.measure(model, sets).items():
-        in_float, in_int8 = seen.perplexities
-        say(f"{model} {name}: {seen.tokens} tokens, agreement {seen.agreement:.4f}, {in_float:.4f} -> {in_int8:.4f}")
+    for form, name, seen in quality.measure(model, ["file", "int8"], sets):
+        in_float, rounded = seen.perplexities
+        figures = f"{seen.tokens} tokens, agreement {seen.agreement:.4f}, {in_float:.4f} -> {rounded:.4f}"
+        say(f"{model} {name}, {form}: {figures}")
         assert seen.agreement >= agreement
-        assert in_int8 / in_float - 1 <= loss
+        assert rounded / in_float - 1 <= loss
 
 
 def own_rows() -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from langchain_card.errors import (
 )
 from langchain_card.models.download import BUILTINS, Builtin
 from langchain_card.models.files import size_on_disk
-from langchain_card.models.store import ModelStore, default_cache
+from langchain_card.models.store import FORMS, ModelStore, default_cache
 from tests.support import wheelhouse
 from tests.support.processes import wait_until
 from tests.support.wheelhouse import PARTS, TINY, WHOLE, Record, build_wheel, finish, worker
@@ -68,7 +68,7 @@ def test_other_files_and_forms_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownModelError, match=r"must end in \.gguf"):
         ModelStore(tmp_path).pull(str(tmp_path / "model.bin"))
     with pytest.raises(InvalidInputError, match="form"):
-        ModelStore(tmp_path).prepare("smollm2-135m", "int4")  # type: ignore[arg-type]
+        ModelStore(tmp_path).prepare("smollm2-135m", "int3")  # type: ignore[arg-type]
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_real_small_model() -> None:
     source = ModelStore().pull("smollm2-135m")
     assert hashlib.sha256(source.read_bytes()).hexdigest() == BUILTINS["smollm2-135m"].sha256
-    assert {p.name for p in source.parent.iterdir()} <= {"source.gguf", "float", "int8"}
+    assert {p.name for p in source.parent.iterdir()} <= {"source.gguf", *FORMS}
 
 
 def test_pull_list_path_remove(wheels: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from langchain_card.errors import InvalidInputError
 from langchain_card.models import loader
 from langchain_card.models.budget import weight_bytes
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.cpu.matmul_kernel import instructions
 from tests.support import naive, tiny
 
 PROMPT = list(range(40, 60))
@@ -133,7 +132,7 @@ def test_package_that_a_folder_needs(pair: tuple[str, str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("int4", "must be one of auto, int8"),
+        ("int3", "must be one of auto, file, int8, int4"),
         ("{", "must be a JSON object"),
         ('{"bits": 4}', "must name its quant_method"),
     ],
@@ -154,7 +153,7 @@ def test_configuration_with_settings_is_hashable_and_serializable(pair: tuple[st
     ("fields", "error"),
     [
         ({"exact": "strict"}, 'kv_dtype = \'int8\': must be "float" or "auto" with exact="strict"'),
-        ({"dtype": "bfloat16"}, "kv_dtype = 'int8': int8 runs on a CPU with AVX2 in float32, not on cpu in bfloat16"),
+        ({"dtype": "bfloat16"}, "kv_dtype = 'int8': int8 runs on a CPU in float32, not on cpu in bfloat16"),
     ],
 )
 def test_integer_keys_and_values_are_refused_where_they_do_not_run(
@@ -164,7 +163,6 @@ def test_integer_keys_and_values_are_refused_where_they_do_not_run(
         resolve(EngineConfig(*pair, kv_dtype="int8", **fields))  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(instructions() is None, reason="int8 needs AVX2")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_draft_on_another_device_keeps_floats(
     pair: tuple[str, str], device: str, monkeypatch: pytest.MonkeyPatch

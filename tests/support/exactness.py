@@ -19,7 +19,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.core.state import RequestState
 from langchain_card.engine.engine import Engine
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.cpu import int8_weights
+from langchain_card.runtime.cpu import quantized_weights
 from tests.support import integer_kv, naive
 
 NEAR_TIE = {"int8": 1e-2}
@@ -125,8 +125,8 @@ def watched(engine: Engine, figures: Figures) -> Iterator[None]:
 
 
 class Reference:
-    """Answers of the naive loop over transformers' own attention and cache; in int8 with the same int8 layers, and with
-    plain attention over rounded keys and values."""
+    """Answers of the naive loop over transformers' own attention and cache; with blocks in the same linear layers, and
+    with plain attention over rounded keys and values."""
 
     def __init__(self, config: EngineConfig) -> None:
         spec = resolve(config).target
@@ -134,7 +134,7 @@ class Reference:
         if spec.form == "float":
             self.model = naive.load(config.model, spec.dtype)
         else:
-            with mock.patch.object(int8_weights, "fuse_layers"):  # transformers' own decoder layers
+            with mock.patch.object(quantized_weights, "fuse_layers"):  # transformers' own decoder layers
                 self.model = load_model(spec)
             capped = getattr(self.model.config, "attn_logit_softcapping", None)
             floats = "eager" if capped else "sdpa"

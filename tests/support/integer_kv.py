@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from langchain_card.runtime.attention import register
-from langchain_card.runtime.cpu.int8 import rotate
 
 NAME = "integer-kv-reference"
 BLOCK_SLOTS = 64
 
 
 DITHER = torch.tensor([(int(f"{j:06b}"[::-1], 2) + 0.5) / BLOCK_SLOTS for j in range(BLOCK_SLOTS)])
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotate each whole block of 64 features by a Hadamard matrix, its own inverse; other vectors stay."""
+    if x.shape[-1] % 64:
+        return x
+    signs = [[1 - 2 * ((i & j).bit_count() % 2) for j in range(64)] for i in range(64)]
+    return (x.reshape(-1, 64) @ (torch.tensor(signs, dtype=x.dtype) / 8)).view(x.shape)
 
 
 def rounded(x: Tensor, levels: int = 127) -> Tensor:

@@ -57,8 +57,10 @@ FAMILIES: dict[str, Any] = {
 """Other forms than those of `CONFIGS`: windows so short that a test's text slides through them, and experts."""
 
 
-def tiny_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
-    """A GGUF of one layer without its tensors, but with all metadata a config needs."""
+def tiny_gguf(
+    path: Path, architecture: str = "llama", tensors: dict[str, tuple[str, Any]] | None = None, **changes: Any
+) -> Path:
+    """A GGUF of one layer with all metadata a config needs, and tensors: a format and numbers or blocks of each."""
     writer = gguf.GGUFWriter(path, architecture)
     values = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 16, "context_length": 32, **changes}
     for key, value in values.items():
@@ -71,7 +73,8 @@ def tiny_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
     writer.add_token_types([1, 1, 3, 1])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(2)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
+    for name, (kind, data) in (tensors or {"token_embd.weight": ("F32", np.zeros((4, 8), np.float32))}).items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -63,7 +63,7 @@ GEMMA = (
 @cache
 def smollm2() -> Any:
     """With the template of its model file: ChatML, no tools."""
-    return AutoTokenizer.from_pretrained(ModelStore().prepare("smollm2-135m", "int8"), local_files_only=True)
+    return AutoTokenizer.from_pretrained(ModelStore().prepare("smollm2-135m", "file"), local_files_only=True)
 
 
 @cache
@@ -87,7 +87,7 @@ def claude() -> Any:
 
 @cache
 def qwen() -> Any:
-    return AutoTokenizer.from_pretrained(ModelStore().prepare("qwen2.5-coder-0.5b", "int8"), local_files_only=True)
+    return AutoTokenizer.from_pretrained(ModelStore().prepare("qwen2.5-coder-0.5b", "file"), local_files_only=True)
 
 
 def _packaged(package: str, template: str) -> Any:

@@ -1,7 +1,7 @@
 """Attention over integer keys and values in blocks of positions, compiled by numba; see `integer_kv`.
 
 Each block of keys and values is read once for all rows of a tile and all heads of their group, while it lies in the
-cache. Scores and mixtures are integer products of the kernel that multiplies weights. The softmax runs along the blocks
+cache. Scores and mixtures are integer products. The softmax runs along the blocks
 in the order of their positions (arXiv 2112.05682), and the chances of a block are rounded to levels of their own.
 
 A row's bits depend on its query and on the keys and values that it sees, by their absolute positions: not on the rows
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from langchain_card.runtime.cpu.compiled import Array, compiled, row_wise
+from langchain_card.runtime.cpu.compiled import Array, Integers, Levels, compiled, row_wise
 from langchain_card.runtime.cpu.integer_kv import (
     BLOCK_SLOTS,
     Blocks,
@@ -25,11 +25,11 @@ from langchain_card.runtime.cpu.integer_kv import (
     round_query,
     write,
 )
-from langchain_card.runtime.cpu.integer_matmul import BYTE_OFFSET, Levels, Sums
-from langchain_card.runtime.cpu.matmul_kernel import MAX_ROWS, TILE, wide_tile
+from langchain_card.runtime.cpu.kv_kernel import BYTE_OFFSET, TILE, kv_tile
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import rotate_row
 from langchain_card.runtime.cpu.softmax_kernel import LOWEST, chances
+from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
 ROW_TILE = 16
 """Rows of one sequence that share a block of keys and values while it lies in the cache."""
@@ -46,7 +46,7 @@ class _Queries(NamedTuple):
     """
 
     levels: Levels
-    begin: Sums
+    begin: Integers
     scales: Array
 
 
@@ -65,8 +65,8 @@ class _Scratch(NamedTuple):
     """
 
     scores: Array
-    levels: Sums
-    begin: Sums
+    levels: Integers
+    begin: Integers
     ones: Array
     change: Array
     weight: Array
@@ -216,7 +216,7 @@ def _attend_tile(
             query_begin = queries.begin[n, h, first_head:].ctypes.data
             keys, key_scales = own.keys.ctypes.data, own.key_scales.ctypes.data
             for t in range(BLOCK_SLOTS // TILE):
-                wide_tile(
+                kv_tile(
                     count, query, query_begin, keys + t * TILE * 2 * width, key_scales + t * 2 * TILE * 4, 2, turns,
                     scores + t * TILE * 4, BLOCK_SLOTS,
                 )  # fmt: skip
@@ -230,7 +230,7 @@ def _attend_tile(
             )  # fmt: skip
             values = own.values.ctypes.data
             for t in range(width // TILE):
-                wide_tile(
+                kv_tile(
                     count, levels, starts, values + t * TILE * BLOCK_SLOTS, ones, 1, BLOCK_SLOTS // 4,
                     product + t * TILE * 4, width,
                 )  # fmt: skip

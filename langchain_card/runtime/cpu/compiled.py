@@ -14,6 +14,9 @@ import numpy as np
 import torch
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+Levels: TypeAlias = np.ndarray[Any, np.dtype[np.int8]]
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Slots: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -21,7 +24,7 @@ Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 @functools.cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
     """Return a stamp of all files of this folder; code compiled under another stamp is not used."""
-    files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    files = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.rglob("*.py"))]
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in files)
 
 
@@ -33,11 +36,23 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             found = numba.njit(nogil=True, cache=True, **options)(function)
         except RuntimeError:  # no writable cache
             return numba.njit(nogil=True, **options)(function)
-        with contextlib.suppress(AttributeError):  # numba's stamp covers the function's own file only
-            found._cache._cache_file._source_stamp = _stamp()
+        with contextlib.suppress(AttributeError):  # numba's own names may change
+            _stamp_cache(found._cache._cache_file)
         return found
 
     return compile_now
+
+
+def _stamp_cache(file: Any) -> None:
+    """Make numba's index of a function valid for the present state of all files of this folder."""
+    file._source_stamp, load = _stamp(), file._load_index  # numba's stamp covers the function's own file only
+
+    def load_index() -> Any:
+        with contextlib.suppress(AttributeError, ImportError):  # an earlier version's index may name classes of its own
+            return load()
+        return {}
+
+    file._load_index = load_index
 
 
 _POOL = numba.get_num_threads()  # size of numba's pool, which NUMBA_NUM_THREADS may reduce

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from langchain_card.runtime.cpu import integer_matmul as products
 from langchain_card.runtime.cpu import row_layers
+from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.compiled import cores
 from langchain_card.runtime.cpu.integer_kv import IntegerKV
-from langchain_card.runtime.cpu.integer_layers import FusedRMSNorm, IntegerLinear, IntegerPart, as_array
 from langchain_card.runtime.cpu.plan import RowStablePlan, arrays, kernel_heads
+from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm, LinearPart, QuantizedLinear, as_array
 from langchain_card.runtime.cpu.row_attention import Seen
 from langchain_card.runtime.rows import AttentionOptions
 
@@ -42,7 +42,7 @@ class FusedLayer(nn.Module):
     """A replacement for a decoder layer of transformers.
 
     Args:
-        layer: a layer of the common kind with int8 linear layers and fused norms.
+        layer: a layer of the common kind with quantized linear layers and fused norms.
         options: the layer's options of attention.
     """
 
@@ -51,10 +51,10 @@ class FusedLayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attention.layer_idx
         self._options = options
-        self.qkv: IntegerLinear = attention.q_proj.whole
-        self.out: IntegerLinear = attention.o_proj
-        self.gate_up: IntegerLinear = mlp.gate_proj.whole
-        self.down: IntegerLinear = mlp.down_proj
+        self.qkv: QuantizedLinear = attention.q_proj.whole
+        self.out: QuantizedLinear = attention.o_proj
+        self.gate_up: QuantizedLinear = mlp.gate_proj.whole
+        self.down: QuantizedLinear = mlp.down_proj
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         self.norms = nn.ModuleList(norms)
         self._norms = [(norm.weight.numpy(), np.float32(norm.eps)) for norm in norms]
@@ -73,7 +73,7 @@ class FusedLayer(nn.Module):
     def shape(self) -> tuple[Any, ...]:
         """Shapes that the layers of one stack have in common."""
         linear = (self.qkv, self.out, self.gate_up, self.down)
-        sizes = [(layer.weights.scales.shape, *layer.weights[2:]) for layer in linear]
+        sizes = [(layer.weights.parts.shape, *layer.weights[2:]) for layer in linear]
         return self._num_heads, self._num_kv_heads, len(self._bias), self._head_norms.shape, *sizes
 
     def forward(
@@ -151,12 +151,9 @@ class FusedStack(nn.Module):
         return hidden
 
 
-def _stacked(linear: Sequence[IntegerLinear]) -> products.Weights:
-    """Stack the matrices of layers; the layers' own become views of the stack."""
-    stack = products.empty_stack(linear[0].weights, len(linear))
-    for i, layer in enumerate(linear):
-        layer.weights = products.move(layer.weights, stack, i)
-    return stack
+def _stacked(linear: Sequence[QuantizedLinear]) -> Weights:
+    """Stack the matrices of layers, which lie in the same memory."""
+    return linear[0].weights._replace(parts=np.stack([layer.weights.parts for layer in linear]))
 
 
 def stack_layers(decoder: Any) -> None:
@@ -173,7 +170,7 @@ def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> FusedLayer | None:
     """Return a replacement for a decoder layer, or None if there is none that computes the same.
 
     Args:
-        layer: a layer with int8 linear layers and fused norms.
+        layer: a layer with quantized linear layers and fused norms.
         cos_sin: [1, `_PROBED_ROWS`, head_dim] the model's cosines and sines of the first positions.
     """
     if not _is_common(layer):
@@ -197,9 +194,8 @@ def fuse_layer(layer: Any, cos_sin: tuple[Tensor, Tensor]) -> FusedLayer | None:
 def fuse_layers(decoder: Any) -> None:
     """Replace all layers of a decoder that have a replacement."""
     rotary: Any = getattr(decoder, "rotary_emb", None)
-    first = next(module for module in decoder.modules() if isinstance(module, nn.Embedding))
     try:
-        cos_sin = rotary(first.weight[None, :_PROBED_ROWS].float(), torch.arange(_PROBED_ROWS)[None])
+        cos_sin = rotary(torch.zeros(1, _PROBED_ROWS, 1), torch.arange(_PROBED_ROWS)[None])
     except TypeError:  # no rotary embedding, or one for each kind of layer
         return
     for name, module in list(decoder.named_modules()):
@@ -234,8 +230,8 @@ def _is_common(layer: Any) -> bool:
     return (
         all(isinstance(norm, FusedRMSNorm) for norm in norms)
         and len({norm.eps for norm in norms[2:]}) < 2
-        and all(isinstance(part, IntegerPart) for part in stacked)
-        and all(isinstance(part, IntegerLinear) and part.bias is None for part in plain)
+        and all(isinstance(part, LinearPart) for part in stacked)
+        and all(isinstance(part, QuantizedLinear) and part.bias is None for part in plain)
         and layer.mlp.gate_proj.whole.bias is None
         and torch.allclose(layer.mlp.act_fn(gates), F.silu(gates))
     )

@@ -1,9 +1,9 @@
-"""Keys and values as integers, in blocks of slots that the integer kernel multiplies where they lie.
+"""Keys and values as integers, in blocks of slots that the kernel multiplies where they lie.
 
 A key or a value of one head is rotated and divided by its largest magnitude (`row_kernels.scale_row`), and rounded: a
 value to 8 bits, a key to 16. Keys are what scores are made of, and some models add the same large vector to all of
 them (docs/LOG.md, 2026-11-25). A key's bytes are multiplied as two groups with scales of their own, the high bytes and
-the low ones. Bytes are stored with an offset, like weights (`integer_matmul`). So the blocks of a head are matrices:
+the low ones. Bytes are stored with an offset (`kv_kernel`). So the blocks of a head are matrices:
 
 ```
 keys    [BLOCK_SLOTS / 32][2 x width / 4][32 slots][4 features]     times a query: its scores with the block's keys
@@ -16,15 +16,14 @@ The width is head_dim, padded to whole tiles of 32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numba
 import numpy as np
 import torch
 
-from langchain_card.runtime.cpu.compiled import Array, Slots, compiled, cores, row_wise
-from langchain_card.runtime.cpu.integer_matmul import BYTE_OFFSET, Levels
-from langchain_card.runtime.cpu.matmul_kernel import TILE
+from langchain_card.runtime.cpu.compiled import Array, Bytes, Levels, Slots, compiled, cores, row_wise
+from langchain_card.runtime.cpu.kv_kernel import BYTE_OFFSET, TILE
 from langchain_card.runtime.cpu.row_kernels import scale_row
 from langchain_card.runtime.kv_cache import zeros
 
@@ -35,8 +34,6 @@ LEVELS = np.float32(127)
 
 _HIGH = 256
 _KEY_LEVELS = np.float32(127 * 257)
-
-Block: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Blocks(NamedTuple):
@@ -49,9 +46,9 @@ class Blocks(NamedTuple):
         value_scales: float32 [layers, kv_heads, blocks, BLOCK_SLOTS].
     """
 
-    keys: Block
+    keys: Bytes
     key_scales: Array
-    values: Block
+    values: Bytes
     value_scales: Array
 
 
@@ -96,7 +93,7 @@ def round_query(x: Array, row: Array, levels: Levels) -> np.float32:
 
 
 @row_wise
-def _round_key(x: Array, row: Array, stored: Block) -> np.float32:
+def _round_key(x: Array, row: Array, stored: Bytes) -> np.float32:
     """Round a key to bytes [2 x width], high ones first; return the value of one level of the low ones."""
     row[:] = x
     scale, width = scale_row(row), len(stored) // 2
@@ -139,7 +136,7 @@ def write(k: Array, v: Array, kv: Blocks, slots: Slots, begin: int, end: int) ->
 
 
 @compiled()
-def _put_key(stored: Block, block: Block, place: int) -> None:
+def _put_key(stored: Bytes, block: Bytes, place: int) -> None:
     """Lay a key's bytes into their place in a block."""
     fours, own = stored.view(np.uint32), block.view(np.uint32)[place // TILE * len(stored) // 4 * TILE + place % TILE :]
     for i in range(len(fours)):
@@ -147,7 +144,7 @@ def _put_key(stored: Block, block: Block, place: int) -> None:
 
 
 @compiled()
-def _put_value(stored: Block, block: Block, place: int) -> None:
+def _put_value(stored: Bytes, block: Bytes, place: int) -> None:
     """Lay a value's bytes into their place in a block."""
     own = block[place // 4 * TILE * 4 + place % 4 :]
     for i in range(len(stored)):

@@ -1,7 +1,8 @@
 """The operations of a decoder layer on a row between the matrix products, compiled by numba.
 
 Each row is computed alone, so that its bits never depend on its neighbours. Arrays are float32 and contiguous. A
-"scaled" row lies in [-1, 1] and is rotated in blocks (`int8.rotate`); its scale is the factor that was divided out.
+"scaled" row lies in [-1, 1] and is rotated in blocks by a Hadamard matrix, which spreads its largest values (QuaRot,
+arXiv 2404.00456); its scale is the factor that was divided out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, row_wise
-from langchain_card.runtime.cpu.int8 import ROTATED_FEATURES
+
+ROTATED_FEATURES = 64
+"""Features of a block that is rotated."""
 
 _ONE: np.float32 = np.float32(1.0)
 _TINY, _HALF = np.float32(1e-30), np.float32(0.5)
@@ -65,6 +68,15 @@ def scale_row(row: Array) -> np.float32:
 
 
 @row_wise
+def dot(x: Array, y: Array) -> np.float32:
+    """Return the sum of products of two rows."""
+    total: np.float32 = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * y[i]
+    return total
+
+
+@row_wise
 def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
     """Apply an RMS norm."""
     total = np.float32(0.0)
@@ -96,34 +108,32 @@ def exp(row: Array, bits: Any) -> None:
 
 
 @row_wise
-def gate_row(y: Array, factor: np.float32, out: Array, bits: Any) -> None:
+def gate_row(y: Array, out: Array, bits: Any) -> None:
     """Compute SiLU(gate) * up.
 
     Args:
-        y: [at least 2 x features] products of a scaled row: gates, then ups.
-        factor: the scale of that row.
+        y: [at least 2 x features] gates, then ups.
         out: [features].
         bits: int32 [features], scratch.
     """
     size = len(out)
     gate, up = y[:size], y[size : 2 * size]
     for i in range(size):
-        out[i] = min(-gate[i] * factor, EXP_LIMIT)
+        out[i] = min(-gate[i], EXP_LIMIT)
     exp(out, bits)
     for i in range(size):
-        out[i] = (gate[i] * factor) / (_ONE + out[i]) * (up[i] * factor)
+        out[i] = gate[i] / (_ONE + out[i]) * up[i]
 
 
 @row_wise
 def split_heads(
-    y: Array, factor: np.float32, bias: Array, cos: Array, sin: Array, norms: Array, eps: np.float32,
+    y: Array, bias: Array, cos: Array, sin: Array, norms: Array, eps: np.float32,
     q: Array, k: Array, v: Array,
 ) -> None:  # fmt: skip
     """Compute queries and keys, rotated to their position, and values, of one row.
 
     Args:
-        y: [at least all heads x head_dim] products of a scaled row: queries, keys, values.
-        factor: the scale of that row.
+        y: [at least all heads x head_dim] queries, keys, values.
         bias: [all heads x head_dim], or empty.
         cos: [head_dim], cosines of the row's position.
         sin: [head_dim], sines of the row's position.
@@ -137,7 +147,7 @@ def split_heads(
     half = size // 2
     row = np.empty((num_q + 2 * num_k) * size, dtype=np.float32)
     for i in range(len(row)):
-        row[i] = y[i] * factor
+        row[i] = y[i]
     if len(bias):
         for i in range(len(row)):
             row[i] += bias[i]

@@ -2,7 +2,7 @@
 
 On a CPU half of a small model's step would be small operations: dozens per layer, each with its own dispatch, and all
 with cold caches, which the weights have just passed through. Here rows are normed, rotated, scaled and rounded for the
-integer kernel in one pass, and shared among the threads.
+kernel of the weights in one pass, and shared among the threads.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import numba
 import numpy as np
 
 from langchain_card.runtime.cpu import block_attention, row_attention
+from langchain_card.runtime.cpu.blocks.matmul import Rounded, Weights, empty_rounded, multiply, one, round_row
 from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled, row_wise
 from langchain_card.runtime.cpu.integer_kv import Blocks, of_layer
-from langchain_card.runtime.cpu.integer_matmul import Levels, Sums, Weights, empty_levels, multiply, one, set_levels
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
-from langchain_card.runtime.cpu.row_kernels import gate_row, norm_row, scale_row, split_heads
+from langchain_card.runtime.cpu.row_kernels import dot, gate_row, norm_row, split_heads
+
+_FED_ROWS = 256
+"""Rows that are gated together. The allocator maps, and clears, more than 32 MB anew each time."""
 
 
 class Stack(NamedTuple):
@@ -111,15 +114,42 @@ def linear(x: Array, weights: Weights, bias: Array, threads: int) -> Array:
     Returns:
         [rows, outputs].
     """
-    y, scale = _product(x, np.empty(0, np.float32), np.float32(0), weights, threads)
+    y = _product(x, np.empty(0, np.float32), np.float32(0), weights, threads)
     out = np.empty((len(x), weights.outputs), np.float32)
     for n in range(len(x)):
         for i in range(weights.outputs):
-            out[n, i] = y[n, i] * scale[n]
+            out[n, i] = y[n, i]
         if len(bias):
             for i in range(weights.outputs):
                 out[n, i] += bias[i]
     return out
+
+
+@compiled()
+def float_linear(x: Array, weight: Array, bias: Array, threads: int) -> Array:
+    """Run a linear layer whose weights are floats [outputs, features]; see `linear`."""
+    out = np.empty((len(x), len(weight)), np.float32)
+    if threads == 1:
+        _dots(x, weight, bias, out, 0, 1)
+    else:
+        _dots_together(x, weight, bias, out, threads)
+    return out
+
+
+@compiled()
+def _dots(x: Array, weight: Array, bias: Array, out: Array, thread: int, threads: int) -> None:
+    """Compute a thread's outputs of all rows; a weight is read once."""
+    for i in range(len(weight) * thread // threads, len(weight) * (thread + 1) // threads):
+        for n in range(len(x)):
+            out[n, i] = dot(x[n], weight[i])
+            if len(bias):
+                out[n, i] += bias[i]
+
+
+@compiled(parallel=True)
+def _dots_together(x: Array, weight: Array, bias: Array, out: Array, threads: int) -> None:
+    for thread in numba.prange(threads):
+        _dots(x, weight, bias, out, np.int64(thread), threads)
 
 
 @compiled()
@@ -144,9 +174,9 @@ def heads(
         v: [rows, kv_heads, head_dim], output.
         threads: a result of `compiled.cores`.
     """
-    y, scale = _product(x, norm, eps, qkv, threads)
+    y = _product(x, norm, eps, qkv, threads)
     for n in range(len(x)):
-        split_heads(y[n], scale[n], bias, cos[n], sin[n], head_norms, head_eps, q[n], k[n], v[n])
+        split_heads(y[n], bias, cos[n], sin[n], head_norms, head_eps, q[n], k[n], v[n])
 
 
 @compiled()
@@ -165,72 +195,66 @@ def rest(
         down: matrix after the gates.
         threads: a result of `compiled.cores`.
     """
-    y, scale = _product(attended, np.empty(0, np.float32), np.float32(0), out, threads)
-    _add(x, y, scale)
-    y, scale = _product(x, norm, eps, gate_up, threads)
-    levels, begin = empty_levels(len(x), down)
-    if threads == 1 or len(x) == 1:
-        _gate(y, scale, down, levels, begin, 0, 1)
-    else:
-        _gate_together(y, scale, down, levels, begin, threads)
-    _add(x, multiply(levels, begin, down, threads), scale)
+    _add(x, _product(attended, np.empty(0, np.float32), np.float32(0), out, threads))
+    for begin in range(0, len(x), _FED_ROWS):
+        own = x[begin : begin + _FED_ROWS]
+        y = _product(own, norm, eps, gate_up, threads)
+        rounded = empty_rounded(len(own), down.features)
+        if threads == 1 or len(own) == 1:
+            _gate(y, gate_up.outputs // 2, down.features, rounded, 0, 1)
+        else:
+            _gate_together(y, gate_up.outputs // 2, down.features, rounded, threads)
+        _add(own, multiply(rounded, down, threads))
 
 
 @compiled()
-def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, threads: int) -> tuple[Array, Array]:
-    """Multiply rows, normed first if there is a norm; return the products and the rows' scales [rows]."""
-    scale = np.empty(len(x), np.float32)
-    levels, begin = empty_levels(len(x), weights)
+def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, threads: int) -> Array:
+    """Multiply rows, normed first if there is a norm."""
+    rounded = empty_rounded(len(x), weights.features)
     if threads == 1 or len(x) == 1:
-        _read(x, norm, eps, weights, scale, levels, begin, 0, 1)
+        _read(x, norm, eps, weights.features, rounded, 0, 1)
     else:
-        _read_together(x, norm, eps, weights, scale, levels, begin, threads)
-    return multiply(levels, begin, weights, threads), scale
+        _read_together(x, norm, eps, weights.features, rounded, threads)
+    products: Array = multiply(rounded, weights, threads)
+    return products
 
 
 @compiled()
-def _read(
-    x: Array, norm: Array, eps: np.float32, weights: Weights, scale: Array, levels: Levels, begin: Sums,
-    thread: int, threads: int,
-) -> None:  # fmt: skip
-    """Norm, scale and round a thread's rows."""
-    row = np.empty(x.shape[1], np.float32)
+def _read(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, thread: int, threads: int) -> None:
+    """Norm and round a thread's rows."""
+    row = np.zeros(features, np.float32)
     for n in range(thread, len(x), threads):
         if len(norm):
             norm_row(x[n], norm, eps, row)
         else:
-            row[:] = x[n]
-        scale[n] = scale_row(row)
-        set_levels(row, n, weights, levels, begin)
+            row[: x.shape[1]] = x[n]
+        round_row(row, n, len(x), rounded)
 
 
 @compiled(parallel=True)
-def _read_together(
-    x: Array, norm: Array, eps: np.float32, weights: Weights, scale: Array, levels: Levels, begin: Sums, threads: int
-) -> None:
+def _read_together(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, threads: int) -> None:
     for thread in numba.prange(threads):
-        _read(x, norm, eps, weights, scale, levels, begin, np.int64(thread), threads)
+        _read(x, norm, eps, features, rounded, np.int64(thread), threads)
 
 
 @compiled()
-def _gate(y: Array, scale: Array, weights: Weights, levels: Levels, begin: Sums, thread: int, threads: int) -> None:
-    """Gate, scale and round a thread's rows; their scales are replaced."""
-    row, bits = np.empty(weights.features, np.float32), np.empty(weights.features, np.int32)
+def _gate(y: Array, size: int, features: int, rounded: Rounded, thread: int, threads: int) -> None:
+    """Gate and round a thread's rows, `size` values each."""
+    row, bits = np.zeros(features, np.float32), np.empty(features, np.int32)
     for n in range(thread, len(y), threads):
-        gate_row(y[n], scale[n], row, bits)
-        scale[n] = scale_row(row)
-        set_levels(row, n, weights, levels, begin)
+        gate_row(y[n], row[:size], bits)
+        round_row(row, n, len(y), rounded)
 
 
 @compiled(parallel=True)
-def _gate_together(y: Array, scale: Array, weights: Weights, levels: Levels, begin: Sums, threads: int) -> None:
+def _gate_together(y: Array, size: int, features: int, rounded: Rounded, threads: int) -> None:
     for thread in numba.prange(threads):
-        _gate(y, scale, weights, levels, begin, np.int64(thread), threads)
+        _gate(y, size, features, rounded, np.int64(thread), threads)
 
 
 @row_wise
-def _add(x: Array, y: Array, scale: Array) -> None:
-    """Add products of scaled rows to `x`."""
+def _add(x: Array, y: Array) -> None:
+    """Add products to `x`."""
     for n in range(len(x)):
         for i in range(x.shape[1]):
-            x[n, i] += y[n, i] * scale[n]
+            x[n, i] += y[n, i]

@@ -14,14 +14,12 @@ import transformers as t
 
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.cpu import int8_weights, matmul_kernel, row_attention, row_kernels
+from langchain_card.runtime.cpu import quantized_weights, row_attention, row_kernels
 from langchain_card.runtime.cpu.fused_layers import FusedLayer, FusedStack
-from langchain_card.runtime.cpu.int8 import rotate
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
-
-pytestmark = pytest.mark.skipif(matmul_kernel.instructions() is None, reason="this CPU lacks AVX2")
+from tests.support.integer_kv import rotate
 
 TEXT = [(7 * i * i + 3 * i) % 250 for i in range(70)]
 SHAPE = tiny.SHAPE
@@ -57,10 +55,10 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def both(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """The model as it is loaded, and with transformers' own decoder layers over the same int8 ones."""
+    """The model as it is loaded, and with transformers' own decoder layers over the same linear ones."""
     spec = resolve(EngineConfig(folder, None, quantization="int8")).target
     with monkeypatch.context() as patch:
-        patch.setattr(int8_weights, "fuse_layers", lambda decoder: None)
+        patch.setattr(quantized_weights, "fuse_layers", lambda decoder: None)
         original = load_model(spec)
     return load_model(spec), original
 
@@ -133,11 +131,11 @@ def test_passes_compute_what_torch_does() -> None:
         assert abs(out).max() == pytest.approx(1)
         wanted = rotate(F.rms_norm(x, (size,), weight, 1e-6))
         torch.testing.assert_close(torch.from_numpy(out * scale[:, None]), wanted, rtol=1e-4, atol=1e-5)
-        y, factor = 9 * torch.randn(5, 2 * size, generator=generator), torch.rand(5, generator=generator)
+        y = 9 * torch.randn(5, 2 * size, generator=generator)
         for n in range(5):
-            row_kernels.gate_row(y[n].numpy(), factor[n].numpy()[()], out[n], np.empty(size, np.int32))
+            row_kernels.gate_row(y[n].numpy(), out[n], np.empty(size, np.int32))
             scale[n] = row_kernels.scale_row(out[n])
-        gate, up = (y * factor[:, None]).split(size, dim=1)
+        gate, up = y.split(size, dim=1)
         wanted = rotate(F.silu(gate) * up)
         torch.testing.assert_close(torch.from_numpy(out * scale[:, None]), wanted, rtol=1e-4, atol=1e-4)
 

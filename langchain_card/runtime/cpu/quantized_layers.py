@@ -10,44 +10,74 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from langchain_card.runtime.cpu import row_layers
-from langchain_card.runtime.cpu.compiled import Array, cores
-from langchain_card.runtime.cpu.int8 import ACTIVATION_LEVELS
-from langchain_card.runtime.cpu.integer_matmul import pack
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
+from langchain_card.runtime.cpu.blocks.matmul import Weights
+from langchain_card.runtime.cpu.compiled import Array, Bytes, cores
 
 
-class IntegerLinear(nn.Module):
-    """A linear layer with integer weights.
+class QuantizedLinear(nn.Module):
+    """A linear layer with blocks of quantized weights.
 
     Args:
-        weight: int8 [out_features, in_features] from `quantize_rows`; packed for the kernel and not kept.
-        scale: float32 [out_features].
+        weights: the matrix as the kernel reads it.
         bias: float32 [out_features] or None.
-
-    Attributes:
-        weights: the matrix as the kernel reads it; a draft's is rounded to 4 bits.
     """
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weights: Weights, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self.weights = pack(weight.numpy(), scale.numpy()[:, None], ACTIVATION_LEVELS)
+        self.weights, self.bias = weights, bias
+        self.in_features, self.out_features = weights.features, weights.outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply float32 [..., in_features] to float32 [..., out_features]."""
-        rows = x.reshape(-1, self.in_features).contiguous().numpy()
+        rows = x.reshape(-1, x.shape[-1]).contiguous().numpy()
         with cores() as threads:
             y = row_layers.linear(rows, self.weights, as_array(self.bias), threads)
         return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
 
-    def first_rows(self, count: int) -> IntegerLinear:
-        """Return a layer with the first `count` outputs."""
-        weight, scales = self.weights.unpack()
-        scale = torch.from_numpy(scales[:count, 0])
-        return IntegerLinear(torch.from_numpy(weight[:count]), scale, None if self.bias is None else self.bias[:count])
+
+class FloatLinear(nn.Module):
+    """A linear layer of float32, for the matrices that a file of blocks holds as numbers.
+
+    Args:
+        weight: float32 [out_features, in_features].
+        bias: float32 [out_features] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), bias
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply float32 [..., in_features] to float32 [..., out_features]."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous().numpy()
+        with cores() as threads:
+            y = row_layers.float_linear(rows, self.weight.numpy(), as_array(self.bias), threads)
+        return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
 
 
-class IntegerPart(nn.Module):
+class QuantizedEmbedding(nn.Module):
+    """An embedding table whose rows are read from the blocks of a file.
+
+    Args:
+        form: number of the blocks' format.
+        rows: [tokens, bytes]; a view of a mapped file takes memory only for the tokens that are used.
+    """
+
+    def __init__(self, form: int, rows: Bytes) -> None:
+        super().__init__()
+        self._form, self._rows = form, rows
+        self.num_embeddings = len(rows)
+        self.embedding_dim = rows.shape[1] // FORMATS[form].size * FORMATS[form].features
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Look up [...] token ids: float32 [..., embedding_dim]."""
+        found = dequantize(self._form, self._rows[token_ids.reshape(-1).numpy()])
+        return torch.from_numpy(found).view(*token_ids.shape, self.embedding_dim)
+
+
+class LinearPart(nn.Module):
     """One of several layers that read the same input; the first call computes all of them in one kernel.
 
     Args:
@@ -58,13 +88,13 @@ class IntegerPart(nn.Module):
     """
 
     def __init__(
-        self, whole: IntegerLinear, sizes: list[int], index: int, last: list[tuple[Tensor, Any] | None]
+        self, whole: QuantizedLinear, sizes: list[int], index: int, last: list[tuple[Tensor, Any] | None]
     ) -> None:
         super().__init__()
         self._whole, self._sizes, self._index, self._last = (whole,), sizes, index, last
 
     @property
-    def whole(self) -> IntegerLinear:
+    def whole(self) -> QuantizedLinear:
         """The whole layer. It is no submodule of its parts, because it would belong to several modules."""
         return self._whole[0]
 
@@ -80,10 +110,10 @@ class IntegerPart(nn.Module):
         return part
 
 
-def split_by_layer(whole: IntegerLinear, sizes: list[int]) -> list[IntegerPart]:
+def split_by_layer(whole: QuantizedLinear, sizes: list[int]) -> list[LinearPart]:
     """Split a layer into the layers that it was stacked from, in order."""
     last: list[tuple[Tensor, Any] | None] = [None]
-    return [IntegerPart(whole, sizes, index, last) for index in range(len(sizes))]
+    return [LinearPart(whole, sizes, index, last) for index in range(len(sizes))]
 
 
 class FusedRMSNorm(nn.Module):

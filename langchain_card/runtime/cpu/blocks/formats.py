@@ -1,0 +1,152 @@
+"""Formats of quantized weights in GGUF files, and reading their blocks.
+
+A row of a matrix is a sequence of blocks. A block holds whole numbers of 4, 5, 6 or 8 bits, its *codes*, and a scale
+for each group of 16 or 32 features. A weight is `scale * (code - offset)`, in some formats less a minimum of its group.
+In the formats of 256 features a block ("K"), scales and minimums are small integers times a factor of the block; in
+those of 32, a block is one group with float16 numbers. The layout is that of llama.cpp (ggml/src/ggml-common.h).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from langchain_card.runtime.cpu.compiled import Array, Bytes, compiled
+
+
+class Format(NamedTuple):
+    """A format of blocks.
+
+    Attributes:
+        number: position in `FORMATS`.
+        name: in GGUF files.
+        bits: of a code.
+        features: of a block.
+        group: features of a group.
+        offset: number that is subtracted from a code.
+        has_min: whether groups have a minimum.
+        signed: whether the integer scales of groups are signed.
+        size: bytes of a block in a file.
+    """
+
+    number: int
+    name: str
+    bits: int
+    features: int
+    group: int
+    offset: int
+    has_min: bool
+    signed: bool
+    size: int
+
+
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(8)
+FORMATS = (
+    Format(Q4_0, "Q4_0", 4, 32, 32, 8, False, False, 18),
+    Format(Q4_1, "Q4_1", 4, 32, 32, 0, True, False, 20),
+    Format(Q5_0, "Q5_0", 5, 32, 32, 16, False, False, 22),
+    Format(Q5_1, "Q5_1", 5, 32, 32, 0, True, False, 24),
+    Format(Q8_0, "Q8_0", 8, 32, 32, 128, False, False, 34),
+    Format(Q4_K, "Q4_K", 4, 256, 32, 0, True, False, 144),
+    Format(Q5_K, "Q5_K", 5, 256, 32, 0, True, False, 176),
+    Format(Q6_K, "Q6_K", 6, 256, 16, 32, False, True, 210),
+)
+
+_FEATURES, _GROUPS, _OFFSETS, _HAS_MIN, _SIZES = (
+    np.array(column)
+    for column in zip(*((f.features, f.group, f.offset, f.has_min, f.size) for f in FORMATS), strict=True)
+)
+
+
+FACTORS, SCALES, MINS, BLOCK_BYTES = 256, 260, 276, 292
+"""A block, taken apart, is an array of bytes: up to 256 codes, then two factors (float16), then the integer scales and
+minimums of up to 16 groups."""
+
+
+@compiled()
+def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
+    """Take the block at a place of a row of a file apart.
+
+    Args:
+        form: number of the format.
+        row: of the file.
+        at: first byte of the block.
+        block: [BLOCK_BYTES], output. A tuple of arrays, or a slice, would cost as much time as a small block.
+    """
+    factor = at + 208 if form == Q6_K else at
+    block[FACTORS], block[FACTORS + 1] = row[factor], row[factor + 1]
+    if form == Q6_K:
+        for quarter in range(8):  # one loop for each 32 codes, which runs in vectors
+            low, high = at + 64 * (quarter // 4) + 32 * (quarter % 2), at + 128 + 32 * (quarter // 4)
+            shift, moved = 4 * (quarter % 4 // 2), 2 * (quarter % 4)
+            for i in range(32):
+                block[32 * quarter + i] = ((row[low + i] >> shift) & 15) | (((row[high + i] >> moved) & 3) << 4)
+        for i in range(16):
+            block[SCALES + i] = row[at + 192 + i]
+        return
+    at += 2
+    if form in (Q4_1, Q5_1, Q4_K, Q5_K):
+        block[FACTORS + 2], block[FACTORS + 3] = row[at], row[at + 1]
+        at += 2
+    if form == Q8_0:
+        for i in range(32):
+            block[i] = row[at + i] ^ 128
+    elif form in (Q4_K, Q5_K):
+        for i in range(4):
+            block[SCALES + i], block[MINS + i] = row[at + i] & 63, row[at + 4 + i] & 63
+            block[SCALES + 4 + i] = (row[at + 8 + i] & 15) | ((row[at + i] >> 6) << 4)
+            block[MINS + 4 + i] = (row[at + 8 + i] >> 4) | ((row[at + 4 + i] >> 6) << 4)
+        nibbles = at + 12 if form == Q4_K else at + 44
+        for pair in range(4):
+            for i in range(32):
+                both = row[nibbles + 32 * pair + i]
+                block[64 * pair + i], block[64 * pair + 32 + i] = both & 15, both >> 4
+        if form == Q5_K:
+            for group in range(8):
+                for i in range(32):
+                    block[32 * group + i] |= ((row[at + 12 + i] >> group) & 1) << 4
+    else:
+        nibbles = at + 4 if form in (Q5_0, Q5_1) else at
+        for i in range(16):
+            block[i], block[16 + i] = row[nibbles + i] & 15, row[nibbles + i] >> 4
+        if form in (Q5_0, Q5_1):
+            for eight in range(4):
+                bits = row[at + eight]
+                for i in range(8):
+                    block[8 * eight + i] |= ((bits >> i) & 1) << 4
+
+
+@compiled()
+def dequantize(form: int, rows: Bytes) -> Array:
+    """Return the weights of blocks [outputs, bytes] as float32 [outputs, features]."""
+    size, count, group = _SIZES[form], _FEATURES[form], _GROUPS[form]
+    offset, has_min, whole = np.float32(_OFFSETS[form]), _HAS_MIN[form], _FEATURES[form] > _GROUPS[form]
+    blocks, block = rows.shape[1] // size, np.zeros(BLOCK_BYTES, np.uint8)
+    halves = block.view(np.uint16)[FACTORS // 2 :]
+    out = np.empty((len(rows), blocks * count), np.float32)
+    for n in range(len(rows)):
+        row = rows[n]
+        for i in range(blocks):
+            read_block(form, row, i * size, block)
+            factor, least = half(halves[0]), half(halves[1]) if has_min else np.float32(0.0)
+            for g in range(count // group):
+                scale, low = factor, least
+                if whole:
+                    own = np.int32(block[SCALES + g])
+                    scale = factor * np.float32(own - 256 if form == Q6_K and own > 127 else own)
+                    low = -least * np.float32(block[MINS + g])
+                to = out[n, i * count + g * group :]
+                for j in range(group):
+                    to[j] = scale * (np.float32(block[g * group + j]) - offset) + low
+    return out
+
+
+@compiled()
+def half(bits: int) -> np.float32:
+    """Return the float of a float16's bits; infinities and NaN become numbers."""
+    one = np.empty(1, np.uint32)
+    one[0] = (np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13)
+    size = one.view(np.float32)[0] * np.float32(2.0**112)
+    value: np.float32 = -size if bits & 0x8000 else size
+    return value

@@ -1,0 +1,282 @@
+"""Read quantized weights into the layers that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from langchain_card.errors import CorruptModelError
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
+from langchain_card.runtime.cpu.blocks.kernel import BLOCK
+from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_bytes, pack_part, tile_bytes
+from langchain_card.runtime.cpu.blocks.rounding import quantize
+from langchain_card.runtime.cpu.blocks.tiles import TILE
+from langchain_card.runtime.cpu.compiled import Bytes
+from langchain_card.runtime.cpu.fused_layers import fuse_layers
+from langchain_card.runtime.cpu.quantized_layers import (
+    FloatLinear,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    fuse_norm,
+    split_by_layer,
+)
+from langchain_card.runtime.threads import num_cores, use_threads
+
+_HINT = "remove the model and load it again"
+_CHUNK = 4096
+"""Rows of a matrix that are rounded at a time."""
+
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class FileBlocks(NamedTuple):
+    """Blocks in a file.
+
+    Attributes:
+        path: of the file.
+        offset: first byte.
+        rows: number of rows.
+        size: bytes of a row.
+    """
+
+    path: Path
+    offset: int
+    rows: int
+    size: int
+
+    def map(self) -> Bytes:
+        """Return the blocks [rows, size], mapped. What was read of them counts as memory while the result lives."""
+        return np.asarray(np.memmap(self.path, np.uint8, "r", self.offset, (self.rows, self.size)))
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        form: number of its blocks' format, or None for numbers.
+        data: `FileBlocks`, or a tensor of numbers.
+        order: which of the blocks' rows the tensor has, in order; empty for all of them as they are.
+    """
+
+    form: int | None
+    data: Any
+    order: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        if self.form is None:
+            return tuple(self.data.shape)
+        form = FORMATS[self.form]
+        return len(self.order) or self.data.rows, self.data.size // form.size * form.features
+
+    def floats(self, start: int = 0, end: int | None = None) -> Tensor:
+        """Return its numbers, or those of some rows; float32 where they are in blocks."""
+        if self.form is None:
+            return torch.as_tensor(self.data[start:end]) if self.data.ndim else torch.as_tensor(self.data)
+        return torch.from_numpy(dequantize(self.form, self.rows()[start:end]))
+
+    def rows(self) -> Bytes:
+        """Return the blocks in the tensor's order; a copy if that is not the file's."""
+        blocks: Bytes = self.data.map()
+        return blocks[list(self.order)] if self.order else blocks
+
+    def head(self, outputs: int | None) -> StoredTensor:
+        """Return the first outputs; all for None."""
+        if outputs is None or outputs >= self.shape[0]:
+            return self
+        if self.order:
+            return self._replace(order=self.order[:outputs])
+        return self._replace(data=self.data[:outputs] if self.form is None else self.data._replace(rows=outputs))
+
+
+class _Stack(NamedTuple):
+    """Linear layers that read the same input, and their matrix.
+
+    Attributes:
+        names: of the layers.
+        sizes: outputs of each.
+        parts: format and tensors of each part of the matrix, which are one below the other.
+        features: of its rows, in whole blocks.
+    """
+
+    names: tuple[str, ...]
+    sizes: list[int]
+    parts: list[tuple[int, list[StoredTensor]]]
+    features: int
+
+    @property
+    def tiles(self) -> list[int]:
+        """Number of tiles of each part."""
+        return [-(-sum(tensor.shape[0] for tensor in tensors) // TILE) for _, tensors in self.parts]
+
+    @property
+    def sizes_of_parts(self) -> list[int]:
+        """Bytes of each part's tiles."""
+        return [
+            tiles * tile_bytes(form, self.features) for (form, _), tiles in zip(self.parts, self.tiles, strict=True)
+        ]
+
+
+def read_weights(
+    model: Any,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    *,
+    form: int | None = None,
+    max_outputs: int | None = None,
+    fused: bool = True,
+) -> None:
+    """Load weights into an empty model: matrices of linear layers as they are stored, and the rest in `dtype`.
+
+    Args:
+        model: a model on the meta device, except for its buffers.
+        tensors: the model's tensors by name. The head may be missing if it is the embedding table.
+        dtype: type of norms, biases and embedding tables that are not in blocks.
+        form: format to which blocks are rounded that have more bits; None to take them as they are.
+        max_outputs: rows of the head to keep; None for all.
+        fused: whether decoder layers of the common kind become one compiled call each.
+
+    Raises:
+        CorruptModelError: a tensor is missing or has another shape than the model's.
+    """
+    tensors = _with_head(model, tensors, max_outputs)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, module in linear.items():
+        _check(tensors, name, module, max_outputs if module is model.get_output_embeddings() else None)
+    for name in [name for name in linear if tensors[f"{name}.weight"].form is None]:
+        weight, bias = tensors[f"{name}.weight"].floats().float(), tensors.get(f"{name}.bias")
+        model.set_submodule(name, FloatLinear(weight, None if bias is None else bias.floats().float()))
+        del linear[name]
+    stacks = [_stack(tensors, names, form) for names in _stacks(tensors, linear)]
+    arena, begin = empty_bytes(sum(sum(stack.sizes_of_parts) for stack in stacks)), 0
+    begins = []
+    for stack in stacks:
+        begins.append(begin)
+        begin += sum(stack.sizes_of_parts)
+    # Laying the blocks out is most of the time, and runs on one core.
+    with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
+        packed = pool.map(_pack, stacks, begins, [arena] * len(stacks))
+        for stack, weights in zip(stacks, packed, strict=True):
+            for name, layer in zip(stack.names, _layers(tensors, stack, weights), strict=True):
+                model.set_submodule(name, layer)
+    for name, module in list(model.named_modules()):
+        table = tensors.get(f"{name}.weight")
+        if isinstance(module, nn.Embedding) and table is not None and table.form is not None:
+            _check_shape(f"{name}.weight", table.shape, module.weight.shape)
+            model.set_submodule(name, QuantizedEmbedding(table.form, table.rows()))
+            continue
+        _fill(module, name, tensors, dtype)
+        if (norm := fuse_norm(module)) is not None:
+            model.set_submodule(name, norm)
+    if fused:
+        fuse_layers(model.get_decoder())
+
+
+def _with_head(model: Any, tensors: Mapping[str, StoredTensor], outputs: int | None) -> Mapping[str, StoredTensor]:
+    """Cut the head to its first outputs. If the file has none, it is the embedding table."""
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
+    head, table = (names.get(own, "") for own in (model.get_output_embeddings(), model.get_input_embeddings()))
+    found = tensors.get(head, tensors.get(table))
+    if not head or found is None:
+        return tensors
+    return {**tensors, head: found.head(outputs)}
+
+
+def _check(tensors: Mapping[str, StoredTensor], name: str, module: nn.Linear, most: int | None) -> None:
+    """Raise unless a layer's matrix is there in its shape. Blocks have whole groups of features."""
+    own, features = f"{name}.weight", module.in_features
+    if own not in tensors:
+        raise CorruptModelError("weights", own, "is missing", _HINT)
+    if tensors[own].form is not None:
+        features = tensors[own].shape[1] if 0 <= tensors[own].shape[1] - features < BLOCK else features
+    outputs = module.out_features if most is None else min(most, module.out_features)
+    _check_shape(own, tensors[own].shape, (outputs, features))
+
+
+def _stacks(tensors: Mapping[str, StoredTensor], names: Collection[str]) -> list[tuple[str, ...]]:
+    """Group the names of layers that read the same input, if their matrices can be one."""
+    stacks = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        group = next((group for group in _SAME_INPUT if last in group), (last,))
+        members = tuple(f"{parent}.{member}" if parent else member for member in group)
+        stack = members if all(member in names for member in members) and _fit(tensors, members) else (name,)
+        if name == stack[0]:
+            stacks.append(stack)
+    return stacks
+
+
+def _fit(tensors: Mapping[str, StoredTensor], names: Sequence[str]) -> bool:
+    """Return whether matrices can be one below the other: in one format or whole tiles, with or without biases."""
+    own = [tensors[f"{name}.weight"] for name in names]
+    whole_tiles = all(tensor.shape[0] % TILE == 0 for tensor in own[:-1])
+    return (
+        len({tensor.shape[1] for tensor in own}) == 1
+        and (whole_tiles or len({tensor.form for tensor in own}) == 1)
+        and len({f"{name}.bias" in tensors for name in names}) == 1
+    )
+
+
+def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...], form: int | None) -> _Stack:
+    """Plan a matrix. Tensors share a part if their outputs are not whole tiles."""
+    found = [tensors[f"{name}.weight"] for name in names]
+    sizes = [tensor.shape[0] for tensor in found]
+    parts = [(_form(tensor, form), [tensor]) for tensor in found]
+    if any(size % TILE for size in sizes[:-1]):
+        parts = [(parts[0][0], found)]
+    return _Stack(names, sizes, parts, found[0].shape[1])
+
+
+def _form(tensor: StoredTensor, most: int | None) -> int:
+    """Return the format in which a matrix is run."""
+    assert tensor.form is not None
+    return tensor.form if most is None or FORMATS[tensor.form].bits <= FORMATS[most].bits else most
+
+
+def _pack(stack: _Stack, begin: int, arena: Bytes) -> Weights:
+    """Lay out a stack's matrix in its place."""
+    table, tile = [], 0
+    for (form, tensors), size, tiles in zip(stack.parts, stack.sizes_of_parts, stack.tiles, strict=True):
+        rows = [_blocks(tensor, form) for tensor in tensors]
+        pack_part(form, rows[0] if len(rows) == 1 else np.concatenate(rows), arena[begin : begin + size])
+        table.append((form, begin, tile, tiles))
+        begin, tile = begin + size, tile + tiles
+    return Weights(arena, np.array(table), stack.features, sum(stack.sizes))
+
+
+def _blocks(tensor: StoredTensor, form: int) -> Bytes:
+    """Return a tensor's blocks, rounded to a format if it has another."""
+    if tensor.form == form:
+        return tensor.rows()
+    starts = range(0, tensor.shape[0], _CHUNK)  # bounds the float32 temporaries
+    return np.concatenate([quantize(form, tensor.floats(start, start + _CHUNK).numpy()) for start in starts])
+
+
+def _layers(tensors: Mapping[str, StoredTensor], stack: _Stack, weights: Weights) -> Sequence[nn.Module]:
+    biases = [tensors[f"{name}.bias"].floats().float() for name in stack.names if f"{name}.bias" in tensors]
+    whole = QuantizedLinear(weights, torch.cat(biases) if biases else None)
+    return [whole] if len(stack.names) == 1 else split_by_layer(whole, stack.sizes)
+
+
+def _fill(module: nn.Module, name: str, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
+    """Set a module's own parameters."""
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        full = f"{name}.{key}" if name else key
+        if full not in tensors:
+            raise CorruptModelError("weights", full, "is missing", _HINT)
+        # A copy: a view would keep the whole file mapped, and counted as memory.
+        tensor = tensors[full].floats().to(dtype, copy=True)
+        _check_shape(full, tensor.shape, parameter.shape)
+        setattr(module, key, nn.Parameter(tensor, requires_grad=False))
+
+
+def _check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(shape) != tuple(wanted):
+        raise CorruptModelError("weights", name, f"has shape {list(shape)}, not {list(wanted)}")
