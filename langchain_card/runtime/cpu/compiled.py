@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numba
 import numpy as np
 import torch
+from numba.core.ccallback import CFunc
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
@@ -41,6 +42,17 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         return found
 
     return compile_now
+
+
+def compiled_c(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """Compile a function for calls by its `address`; the result is cached on disk if possible."""
+    found: Any = CFunc(function, (arguments, numba.types.void), locals={}, options={"error_model": "numpy"})
+    with contextlib.suppress(RuntimeError):  # no writable cache
+        found.enable_caching()
+        with contextlib.suppress(AttributeError):
+            _stamp_cache(found._cache._cache_file)
+    found.compile()
+    return found
 
 
 def _stamp_cache(file: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from langchain_card.errors import CorruptModelError
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
 from langchain_card.runtime.cpu.blocks.kernel import BLOCK
-from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_bytes, pack_part, tile_bytes
+from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_bytes, pack_part, part_of, tile_bytes
 from langchain_card.runtime.cpu.blocks.rounding import quantize
 from langchain_card.runtime.cpu.blocks.tiles import TILE
 from langchain_card.runtime.cpu.compiled import Bytes
@@ -52,7 +52,8 @@ class FileBlocks(NamedTuple):
 
     def map(self) -> Bytes:
         """Return the blocks [rows, size], mapped. What was read of them counts as memory while the result lives."""
-        return np.asarray(np.memmap(self.path, np.uint8, "r", self.offset, (self.rows, self.size)))
+        # Copy on write, though nothing is written: compiled code has another form for arrays that cannot be.
+        return np.asarray(np.memmap(self.path, np.uint8, "c", self.offset, (self.rows, self.size)))
 
 
 class StoredTensor(NamedTuple):
@@ -246,7 +247,7 @@ def _pack(stack: _Stack, begin: int, arena: Bytes) -> Weights:
     for (form, tensors), size, tiles in zip(stack.parts, stack.sizes_of_parts, stack.tiles, strict=True):
         rows = [_blocks(tensor, form) for tensor in tensors]
         pack_part(form, rows[0] if len(rows) == 1 else np.concatenate(rows), arena[begin : begin + size])
-        table.append((form, begin, tile, tiles))
+        table.append(part_of(form, begin, tile, tiles))
         begin, tile = begin + size, tile + tiles
     return Weights(arena, np.array(table), stack.features, sum(stack.sizes))
 

@@ -12,6 +12,7 @@ from typing import Any
 import numba
 import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 
@@ -173,6 +174,16 @@ def intrinsic(function: Callable[..., Any]) -> Any:
     """Return a function that compiled code calls; the given one returns its signature and the writer of its code."""
     found: Any = numba.extending.intrinsic(function)
     return found
+
+
+@intrinsic
+def float_of(context: Any, bits: Any) -> Any:
+    """Return the float32 of the lower 32 bits of an integer."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.bitcast(b.trunc(args[0], I32), F32)
+
+    return types.float32(types.int64), generate
 
 
 def close_phi(phi: Any, entry: Any, then: Any, end: Any, first: Any = None) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, Bytes, compiled
+from langchain_card.runtime.cpu.vectors import float_of
 
 
 class Format(NamedTuple):
@@ -77,11 +78,14 @@ def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
     factor = at + 208 if form == Q6_K else at
     block[FACTORS], block[FACTORS + 1] = row[factor], row[factor + 1]
     if form == Q6_K:
-        for quarter in range(8):  # one loop for each 32 codes, which runs in vectors
-            low, high = at + 64 * (quarter // 4) + 32 * (quarter % 2), at + 128 + 32 * (quarter // 4)
-            shift, moved = 4 * (quarter % 4 // 2), 2 * (quarter % 4)
+        for part in range(2):  # shifts by constants, so that loops run in vectors of bytes
+            low, high, to = at + 64 * part, at + 128 + 32 * part, 128 * part
             for i in range(32):
-                block[32 * quarter + i] = ((row[low + i] >> shift) & 15) | (((row[high + i] >> moved) & 3) << 4)
+                first, second, top = row[low + i], row[low + 32 + i], row[high + i]
+                block[to + i] = (first & 15) | ((top & 3) << 4)
+                block[to + 32 + i] = (second & 15) | (((top >> 2) & 3) << 4)
+                block[to + 64 + i] = (first >> 4) | (((top >> 4) & 3) << 4)
+                block[to + 96 + i] = (second >> 4) | ((top >> 6) << 4)
         for i in range(16):
             block[SCALES + i] = row[at + 192 + i]
         return
@@ -145,8 +149,6 @@ def dequantize(form: int, rows: Bytes) -> Array:
 @compiled()
 def half(bits: int) -> np.float32:
     """Return the float of a float16's bits; infinities and NaN become numbers."""
-    one = np.empty(1, np.uint32)
-    one[0] = (np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13)
-    size = one.view(np.float32)[0] * np.float32(2.0**112)
-    value: np.float32 = -size if bits & 0x8000 else size
+    size = float_of((np.int64(bits) & 0x7FFF) << 13) * np.float32(2.0**112)
+    value: np.float32 = -size if np.int64(bits) & 0x8000 else size
     return value

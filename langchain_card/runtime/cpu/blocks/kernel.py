@@ -10,12 +10,15 @@ library that pip installs has a kernel of such weights that is fast for one row 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
 from langchain_card.runtime.cpu.blocks.tiles import block_size, group_size, head_size
+from langchain_card.runtime.cpu.compiled import compiled_c
 from langchain_card.runtime.cpu.vectors import (
     BYTES,
     FLOATS,
@@ -190,37 +193,78 @@ class _Tile:
             yield quad
 
 
+_compiling = threading.Lock()
+
 ROW_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= MAX_ROWS)
 
 
 @intrinsic
-def block_tile(
+def _tile(
     context: Any, form: Any, rows: Any, levels: Any, factors: Any, starts: Any, sums: Any, pairs: Any, stored: Any,
     blocks: Any, last: Any, out: Any, length: Any,
 ) -> Any:  # fmt: skip
-    """Multiply 1, 2, 4 or 8 rows, up to `MAX_ROWS`, with a tile of weights.
-
-    All arguments are integers: the number of the format; the number of rows; the addresses of a block of rounded rows
-    (`matmul.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the
-    address of the output, and the length of its rows.
-    """
+    """Multiply rows with a tile of a format, whose number is a constant; see `block_tile`."""
+    if not isinstance(form, types.IntegerLiteral):
+        return None  # numba asks again with the constant
+    of_form = FORMATS[form.literal_value]
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         end = b.append_basic_block()
-        ways = b.switch(b.add(b.mul(args[0], I64(LANES)), args[1]), end)
-        for of_form in FORMATS:
-            for count in ROW_COUNTS:
-                way = b.append_basic_block()
-                ways.add_case(I64(of_form.number * LANES + count), way)
-                b.position_at_end(way)
-                write = functools.partial(_write, of_form, count)
-                b.call(own_function(b.module, f"blocks.{of_form.name}.{count}", [I64] * 10, write), args[2:])
-                b.branch(end)
+        ways = b.switch(args[1], end)
+        for count in ROW_COUNTS:
+            way = b.append_basic_block()
+            ways.add_case(I64(count), way)
+            b.position_at_end(way)
+            write = functools.partial(_write, of_form, count)
+            b.call(own_function(b.module, f"blocks.{of_form.name}.{count}", [I64] * 10, write), args[2:])
+            b.branch(end)
         b.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 12), generate
+    return types.void(form, *(types.int64,) * 11), generate
 
 
 def _write(form: Format, num_rows: int, b: Any, args: Any) -> None:
     _Tile(form, num_rows, b, args).write()
+
+
+def tile_address(form: int) -> int:
+    """Return the address of a format's function for `block_tile`.
+
+    Code that calls it contains no copy of it. So it is compiled once, and only if a model has the format.
+    """
+    with _compiling:  # of two copies, one would be freed
+        address: int = _tile_function(form).address
+    return address
+
+
+@functools.cache
+def _tile_function(form: int) -> Any:
+    def multiply_tile(
+        rows: int, levels: int, factors: int, starts: int, sums: int, pairs: int, stored: int, blocks: int, last: int,
+        out: int, length: int,
+    ) -> None:  # fmt: skip
+        _tile(form, rows, levels, factors, starts, sums, pairs, stored, blocks, last, out, length)
+
+    return compiled_c(multiply_tile, (types.int64,) * 11)
+
+
+@intrinsic
+def block_tile(
+    context: Any, address: Any, rows: Any, levels: Any, factors: Any, starts: Any, sums: Any, pairs: Any, stored: Any,
+    blocks: Any, last: Any, out: Any, length: Any,
+) -> Any:  # fmt: skip
+    """Multiply 1, 2, 4 or 8 rows, up to `MAX_ROWS`, with a tile of weights.
+
+    All arguments are integers: the result of `tile_address`; the number of rows; the addresses of a block of rounded
+    rows (`matmul.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the
+    address of the output, and the length of its rows.
+    """
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        # numba's own convention for C callbacks: all arguments, and no result.
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 11)
+        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 12), generate

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS
-from langchain_card.runtime.cpu.blocks.kernel import BLOCK, UNITS, block_tile
+from langchain_card.runtime.cpu.blocks.kernel import BLOCK, UNITS, block_tile, tile_address
 from langchain_card.runtime.cpu.blocks.tiles import TILE, block_size, pack_tile
 from langchain_card.runtime.cpu.compiled import Array, Bytes, Integers, Levels, Slots, compiled
 from langchain_card.runtime.cpu.vectors import MAX_ROWS
@@ -36,7 +36,8 @@ class Weights(NamedTuple):
 
     Attributes:
         stored: tiles of all parts (`blocks.tiles`).
-        parts: [parts, 4] number of a part's format, its first byte, its first tile, and its number of tiles.
+        parts: [parts, 5] number of a part's format, its first byte, its first tile, its number of tiles, and the
+            address of its format's `kernel.tile_address`.
         features: features of a row of activations.
         outputs: outputs of a row of products.
     """
@@ -91,9 +92,14 @@ def pack(parts: Sequence[tuple[int, Bytes]], features: int) -> Weights:
     stored, begin, tile, table = empty_bytes(sum(sizes)), 0, 0, []
     for (form, rows), count, size in zip(parts, tiles, sizes, strict=True):
         pack_part(form, rows, stored[begin : begin + size])
-        table.append((form, begin, tile, count))
+        table.append(part_of(form, begin, tile, count))
         begin, tile = begin + size, tile + count
     return Weights(stored, np.array(table), features, sum(len(rows) for _, rows in parts))
+
+
+def part_of(form: int, begin: int, first: int, tiles: int) -> tuple[int, int, int, int, int]:
+    """Return a row of `Weights.parts`; its format's function is compiled when it is first wanted."""
+    return form, begin, first, tiles, tile_address(form)
 
 
 @compiled()
@@ -198,7 +204,7 @@ def _stretch(rounded: Rounded, weights: Weights, out: Array, thread: int, thread
     features, (count, length) = weights.features, out.shape
     blocks = (features + BLOCK - 1) // BLOCK
     for p in range(len(weights.parts)):
-        form, begin, first, tiles = weights.parts[p]
+        form, begin, first, tiles, function = weights.parts[p]
         size, rest = tile_bytes(form, features), features - (blocks - 1) * BLOCK
         together = max(1, _CACHED // size)
         start, end = tiles * thread // threads, tiles * (thread + 1) // threads
@@ -208,7 +214,7 @@ def _stretch(rounded: Rounded, weights: Weights, out: Array, thread: int, thread
                 rows = block(count - n)
                 for t in range(low, min(low + together, end)):
                     block_tile(
-                        form, rows, rounded.levels[n * features :].ctypes.data,
+                        function, rows, rounded.levels[n * features :].ctypes.data,
                         rounded.factors[n * blocks :].ctypes.data, rounded.starts[n * features // 16 :].ctypes.data,
                         rounded.sums[n * features // 32 :].ctypes.data, rounded.pairs[n * blocks * 4 :].ctypes.data,
                         weights.stored[begin + t * size :].ctypes.data, blocks, rest // _GROUPS[form],

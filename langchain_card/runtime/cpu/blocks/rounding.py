@@ -37,33 +37,35 @@ def quantize(form: int, weights: Array) -> Bytes:
     return rows.reshape(outputs, -1)
 
 
-@compiled()
+@compiled(fastmath={"nnan", "nsz", "reassoc"})
 def _largest(weights: Array, level: float, factors: Array) -> None:
     """Find the factor by which each group's value of largest magnitude becomes `level`; for 127, of either sign."""
     for n in range(len(weights)):
+        row = weights[n]
         for g in range(factors.shape[1]):
-            top = np.float32(0.0)
+            bottom, top = _ZERO, _ZERO
             for i in range(32 * g, 32 * g + 32):
-                if abs(weights[n, i]) > abs(top):
-                    top = weights[n, i]
-            factors[n, g] = (abs(top) if level > 0 else top) / np.float32(level)
+                bottom, top = min(bottom, row[i]), max(top, row[i])
+            largest = top if top > -bottom else bottom
+            factors[n, g] = (abs(largest) if level > 0 else largest) / np.float32(level)
 
 
 @compiled()
 def _round_codes(form: int, weights: Array, factors: Array, rows: Any) -> None:
-    codes = np.empty(32, np.int32)
+    codes, shift = np.empty(32, np.uint8), np.float32(128.0 if form == Q8_0 else 8.0)
+    top = np.float32(2.0) * shift - _ONE
     for n in range(len(weights)):
+        row = weights[n]
         for g in range(factors.shape[1]):
-            per = np.float32(1.0) / factors[n, g] if factors[n, g] else np.float32(0.0)
+            per, out = _ONE / factors[n, g] if factors[n, g] else _ZERO, rows[n, g]
             for i in range(32):
-                codes[i] = np.int32(np.rint(weights[n, 32 * g + i] * per))
+                codes[i] = np.uint8(min(max(np.rint(row[32 * g + i] * per) + shift, _ZERO), top))
             if form == Q8_0:
                 for i in range(32):
-                    rows[n, g, 2 + i] = np.uint8(min(max(codes[i], -127), 127) & 255)
+                    out[2 + i] = codes[i] ^ 128
             else:
                 for i in range(16):
-                    low, high = min(max(codes[i] + 8, 0), 15), min(max(codes[16 + i] + 8, 0), 15)
-                    rows[n, g, 2 + i] = np.uint8(low | (high << 4))
+                    out[2 + i] = codes[i] | (codes[16 + i] << 4)
 
 
 @compiled()
