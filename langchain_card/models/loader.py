@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_DTYPES = ("auto", "float32")
+
+_building = threading.Lock()  # while it is held, libraries change what a new module is
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,17 +266,18 @@ def _load_float(spec: ModelSpec) -> Any:
     quantizer = find_quantizer(read_config(spec.folder), spec.quantization, spec.device)
     passed = {"quantization_config": quantizer.quantization_config} if quantizer and not quantizer.pre_quantized else {}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            spec.folder,
-            dtype=spec.dtype,
-            device_map=device_map(spec),
-            attn_implementation=ATTENTION_NAME,
-            # Grouped matrix products of experts do not support float64.
-            experts_implementation="eager" if spec.dtype == torch.float64 else None,
-            local_files_only=True,
-            use_safetensors=True,
-            **passed,
-        )
+        with _building:
+            return AutoModelForCausalLM.from_pretrained(
+                spec.folder,
+                dtype=spec.dtype,
+                device_map=device_map(spec),
+                attn_implementation=ATTENTION_NAME,
+                # Grouped matrix products of experts do not support float64.
+                experts_implementation="eager" if spec.dtype == torch.float64 else None,
+                local_files_only=True,
+                use_safetensors=True,
+                **passed,
+            )
     except torch.OutOfMemoryError as error:
         raise DeviceError("device", str(spec.device), f"{spec.name} does not fit", "use a smaller model") from error
 
@@ -284,7 +288,7 @@ def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
     from langchain_card.runtime.cpu.quantized_weights import read_weights
 
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
-    with empty:
+    with _building, empty:
         model = AutoModelForCausalLM.from_config(
             read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
         )

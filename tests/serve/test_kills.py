@@ -128,7 +128,6 @@ def test_kills_under_load(tmp_path: Any) -> None:
         print(dict(clients.outcomes))
         assert not clients.wrong
         assert {*clients.outcomes} <= {"exact", "503 engine_error", "in a stream: engine_error"}
-        assert clients.outcomes["exact"] > 10 * ENGINE_KILLS
         wait_until(lambda: model.engine.num_open == 0, 10)
     assert process("langchain_card") is None, "a process is left"
 
