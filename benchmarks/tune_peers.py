@@ -3,9 +3,10 @@
     python benchmarks/tune_peers.py SET ... --json FILE [--count N] [--skip N] [--max-tokens N] [--methods NAME ...]
 
 A set is `humaneval`, a file of JSON lines, or NAME=FILE; its first rows (`--skip`) are left to the race. Each setting
-has a process of its own. The settings of a stage are measured in two rounds, the second in the opposite order, each on
-every second prompt. The best has the highest geometric mean of tokens per second. FILE is written after every setting;
-the same command goes on where it stopped. The last lines are the table for `bench/method_table.py`.
+has a process of its own. The settings of a stage are measured on every third prompt; then the better half of them, in
+the opposite order, on the other prompts. The best has the highest geometric mean of tokens per second. FILE is written
+after every setting; the same command goes on where it stopped. The last lines are the table for
+`bench/method_table.py`. With four sets, this takes about 40 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ Prompts: TypeAlias = Mapping[str, Sequence[tuple[int, ...]]]
 Best: TypeAlias = Callable[[str, Sequence[PeerOptions]], PeerOptions]
 """Measures the settings of one stage of a method and returns the best."""
 
-N_MAX, P_MIN = (2, 3, 4, 8, 16), (0.0, 0.5, 0.8)
-"""Longest drafts of llama-server's draft model, and least probabilities of their tokens."""
+DRAFT = (*itertools.product((1, 2, 3, 4), (0.0, 0.5, 0.8)), (8, 0.5), (8, 0.8), (16, 0.8))
+"""`n-max` and `p-min` of the draft model. A long draft needs a limit: wrong tokens take as long as right ones."""
 
-NGRAM_MOD = (*itertools.product((3, 6, 12), (1,), (4, 8, 16)), (12, 4, 16), (24, 8, 32), (24, 48, 64))
+NGRAM_MOD = (*itertools.product((3, 6, 12), (1,), (2, 4, 8)), (12, 4, 16), (24, 48, 64))
 """`n-match`, `n-min` and `n-max` of ngram-mod. The last are the server's own, which find nothing in short answers."""
 
-NGRAM_SIMPLE = ((3, 4), (3, 8), (5, 8), (12, 48))
+NGRAM_SIMPLE = ((3, 4), (5, 8), (12, 48))
 """`size-n` and `size-m` of ngram-simple. The last are the server's own."""
 
-BESIDE = ((6, 2, 8), (12, 1, 8), (12, 4, 16), (12, 8, 32), (24, 8, 32))
+BESIDE = ((6, 2, 4), (12, 1, 8), (12, 4, 16), (24, 8, 32))
 """`n-match`, `n-min` and `n-max` of ngram-mod with a draft model behind it, which drafts only where n-grams do not."""
 
-LOOKUP = tuple(itertools.product((2, 3, 5, 8, 16), (2, 3)))
+LOOKUP = tuple(itertools.product((2, 3, 5, 8), (2, 3)))
 """`num_assistant_tokens` and `max_ngram_size` of OpenVINO's prompt lookup."""
 
 WARM_UP_TOKENS = 4
@@ -93,14 +94,14 @@ def tune(methods: Iterable[str], best: Best) -> dict[str, PeerOptions]:
 
 
 def tune_draft(plain: PeerOptions, best: Best) -> PeerOptions:
-    """Return the best of a grid at one setting of flash attention, then of both settings."""
+    """Return the best of a grid at one setting of flash attention, then of the other and of another sampler."""
     grid = [
         {**plain, "spec-type": "draft-simple", "spec-draft-n-max": n_max, "spec-draft-p-min": p_min}
-        for n_max, p_min in itertools.product(N_MAX, P_MIN)
+        for n_max, p_min in DRAFT
     ]
-    chosen = best("llama-server-draft", grid)
-    other = {"flash-attn": "off" if plain["flash-attn"] == "on" else "on"}
-    return best("llama-server-draft", [chosen, {**chosen, **other}])
+    chosen = dict(best("llama-server-draft", grid))
+    other: dict[str, int | float | str] = {"flash-attn": "off" if plain["flash-attn"] == "on" else "on"}
+    return best("llama-server-draft", [chosen, chosen | other, chosen | {"spec-draft-backend-sampling": False}])
 
 
 def tune_ngram(plain: PeerOptions, best: Best) -> PeerOptions:
@@ -151,29 +152,34 @@ class Tuning:
         Raises:
             InvalidInputError: every setting failed.
         """
-        for half in range(2):
-            for options in grid if half == 0 else reversed(grid):
-                self._measure(method, options, half)
-        works = [options for options in grid if key(method, options) not in self._state["failed"]]
+        for options in grid:
+            self._measure(method, options, self._places(0))
+        order = sorted(grid, key=lambda options: -self.score(method, options, self._places(0)))
+        better = order[: (len(grid) + 1) // 2]
+        for options in (options for options in reversed(grid) if options in better):
+            self._measure(method, options, self._places(1))
+        works = [options for options in better if key(method, options) not in self._state["failed"]]
         if not works:
             why = self._state["failed"][key(method, grid[0])]
             raise InvalidInputError("--methods", method, f"failed with every setting ({why})", "leave it out")
         return max(works, key=lambda options: self.score(method, options))
 
-    def _measure(self, method: str, options: PeerOptions, half: int) -> None:
-        """Measure one setting on its share of the prompts of each set."""
+    def _places(self, number: int) -> list[str]:
+        """Return the prompts of a round as "SET INDEX"."""
+        return [f"{each} {at}" for each, ids in self._ids.items() for at in range(len(ids)) if _is_in(at, number)]
+
+    def _measure(self, method: str, options: PeerOptions, places: Iterable[str]) -> None:
+        """Measure one setting on prompts."""
         name = key(method, options)
         speeds: dict[str, float] = self._state["speeds"].setdefault(name, {})
-        places = [(each, at) for each, ids in self._ids.items() for at in range(half, len(ids), 2)]
-        missing = [(each, at) for each, at in places if f"{each} {at}" not in speeds]
+        missing = [place for place in places if place not in speeds]
         if not missing or name in self._state["failed"]:
             return
         try:
             with self._start(method, options) as started:
-                started.run([self._ids[missing[0][0]][missing[0][1]]], WARM_UP_TOKENS, 0)
-                for each, at in missing:
-                    run = started.run([self._ids[each][at]], self._max_tokens, 0)
-                    speeds[f"{each} {at}"] = run.speed
+                started.run([self._prompt(missing[0])], WARM_UP_TOKENS, 0)
+                for place in missing:
+                    speeds[place] = started.run([self._prompt(place)], self._max_tokens, 0).speed
         except CARDError as error:
             self._state["failed"][name] = str(error)
             self._say(f"{name} failed: {error}")
@@ -181,29 +187,46 @@ class Tuning:
             self._say(f"{name}: {self.score(method, options):.1f} tokens/s")
         self._save()
 
-    def score(self, method: str, options: PeerOptions, only: str = "") -> float:
-        """Return the geometric mean of a setting's tokens per second, of all sets or one; 0 if one answer had none."""
+    def _prompt(self, place: str) -> tuple[int, ...]:
+        each, _, at = place.rpartition(" ")
+        return self._ids[each][int(at)]
+
+    def score(self, method: str, options: PeerOptions, places: Iterable[str] = ()) -> float:
+        """Return the geometric mean of a setting's tokens per second on some prompts, or on all that it answered.
+
+        0 if there are none, or if an answer had no speed.
+        """
         speeds = self._state["speeds"].get(key(method, options), {})
-        chosen = [speed for place, speed in speeds.items() if place.startswith(f"{only} " if only else "")]
+        chosen = [speeds[place] for place in places or speeds if place in speeds]
         return statistics.geometric_mean(chosen) if chosen and min(chosen) > 0 else 0.0
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return the header, and a line for each setting, the best of each method first."""
-        lines = list[tuple[float, tuple[str, ...]]]()
+        """Return the header, and a line for each setting: how many answers, and tokens per second of all and each set.
+
+        The best of each method comes first. Settings with fewer answers were left out of the second round.
+        """
+        lines = list[tuple[int, float, tuple[str, ...]]]()
         for name in self._state["speeds"]:
             method, _, text = name.partition(" ")
             options = json.loads(text)
             words = ", ".join(f"{option} {value}" for option, value in options.items())
-            scores = [self.score(method, options, only) for only in ("", *self._ids)]
-            lines.append((scores[0], (method, words, *(f"{score:.1f}" for score in scores))))
-        order = [method for method in PEER_OPTIONS if any(line[0] == method for _, line in lines)]
-        lines.sort(key=lambda line: (order.index(line[1][0]), -line[0]))
-        return [("method", "options", "tokens/s", *self._ids), *(line for _, line in lines)]
+            sets = [[f"{each} {at}" for at in range(len(ids))] for each, ids in self._ids.items()]
+            scores = [self.score(method, options), *(self.score(method, options, places) for places in sets)]
+            answers = len(self._state["speeds"][name])
+            lines.append((answers, scores[0], (method, words, str(answers), *(f"{score:.1f}" for score in scores))))
+        order = [*PEER_OPTIONS]
+        lines.sort(key=lambda line: (order.index(line[2][0]), -line[0], -line[1]))
+        return [("method", "options", "answers", "tokens/s", *self._ids), *(line for *_, line in lines)]
 
     def _save(self) -> None:
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(self._state) + "\n")
         os.replace(new, self._path)
+
+
+def _is_in(at: int, number: int) -> bool:
+    """Return whether a prompt belongs to a round: every third to the first, the others to the second."""
+    return (at % 3 == 0) == (number == 0)
 
 
 def key(method: str, options: PeerOptions) -> str:

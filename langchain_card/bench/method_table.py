@@ -86,7 +86,7 @@ PEER_OPTIONS: dict[str, PeerOptions] = {
     "llama-server-draft": {
         "flash-attn": "on",
         "spec-type": "draft-simple",
-        "spec-draft-n-max": 4,
+        "spec-draft-n-max": 2,
         "spec-draft-p-min": 0.5,
     },
     "llama-server-ngram": {
@@ -94,12 +94,12 @@ PEER_OPTIONS: dict[str, PeerOptions] = {
         "spec-type": "ngram-mod",
         "spec-ngram-mod-n-match": 6,
         "spec-ngram-mod-n-min": 1,
-        "spec-ngram-mod-n-max": 8,
+        "spec-ngram-mod-n-max": 4,
     },
     "llama-server-both": {
         "flash-attn": "on",
         "spec-type": "ngram-mod,draft-simple",
-        "spec-draft-n-max": 4,
+        "spec-draft-n-max": 2,
         "spec-draft-p-min": 0.5,
         "spec-ngram-mod-n-match": 12,
         "spec-ngram-mod-n-min": 4,
@@ -110,8 +110,9 @@ PEER_OPTIONS: dict[str, PeerOptions] = {
 }
 """Options of the peers that can be tuned.
 
-Those of llama-server are options of its command line. Those of OpenVINO are properties of the pipeline in capital
-letters, and fields of its generation config in small ones. `benchmarks/tune_peers.py` prints this table.
+Those of llama-server are options of its command line; True and False stand for a switch. Those of OpenVINO are
+properties of the pipeline in capital letters, and fields of its generation config in small ones.
+`benchmarks/tune_peers.py` prints this table.
 
 By default, llama-server's `ngram-mod` proposes nothing in short answers: a match has 24 tokens, and a draft that is
 shorter than 48 tokens is dropped. It learns an answer in pieces, so that up to 33 - `n-match` of the latest tokens are
@@ -155,10 +156,10 @@ def find_program(method: str, program: str) -> str:
     """
     variable = PROGRAMS[program]
     if named := os.environ.get(variable):
-        if shutil.which(named) is None:
+        if (found := shutil.which(named)) is None:
             hint = f"set {variable} to the path of {program}, or unset it"
             raise InvalidInputError(variable, named, "is no program that can be run", hint)
-        return named
+        return found
     if (found := shutil.which(program)) is None:
         hint = f"build llama.cpp for this CPU and set {variable} to its {program}"
         raise InvalidInputError("--methods", method, f"needs the program {program}, which is not on PATH", hint)

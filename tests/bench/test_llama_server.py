@@ -116,7 +116,7 @@ def test_an_answer_is_read_with_its_times(server: LlamaServer) -> None:
 
 
 def test_an_answer_ends_with_its_end_of_text(server: LlamaServer) -> None:
-    (end, *_) = server._pair.eos_ids
+    (end, *_) = server._ends
     run = server.run([[40, 41, end, 43]], 4, 0)
     assert run.token_ids == ((40, 41, end),) and run.tokens == 2
 
@@ -150,12 +150,13 @@ def test_n_grams_learn_nothing_from_another_repeat(program: Callable[[str], Path
 def test_options_and_files_are_on_its_command_line(program: Callable[[str], Path]) -> None:
     program(SERVER)
     pair = EngineConfig("smollm2-135m", "smollm2-135m", max_model_len=512)
-    options = {"spec-type": "draft-simple", "spec-draft-n-max": 7}
+    options = {"spec-type": "draft-simple", "spec-draft-n-max": 7, "kv-offload": False, "mlock": True}
     with contextlib.closing(LlamaServer("llama-server-draft", pair, options=options)) as started:
         said = " ".join(started._arguments)
         assert started.weights == "Q4_1 of the file, draft Q4_1 of the file"
     assert "--spec-type draft-simple" in said and "--spec-draft-n-max 7" in said and "--ctx-size 512" in said
-    assert said.count(".gguf") == 2 and "--spec-draft-model" in said and "--parallel 1" in said
+    assert "--no-kv-offload --mlock --" in said and "--spec-draft-model" in said and "--parallel 1" in said
+    assert said.count(".gguf") == 2
 
 
 def test_speculation_is_switched_on_where_a_method_promises_it() -> None:
@@ -235,6 +236,12 @@ def test_without_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     monkeypatch.setenv("LLAMA_SERVER", str(tmp_path / "absent"))
     with pytest.raises(InvalidInputError, match=r"LLAMA_SERVER.*absent.*is no program"):
         LlamaServer("llama-server", SMALL)
+
+
+def test_an_answer_is_cut_where_an_id_stays_unknown(server: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_filled", lambda token_ids, body: token_ids)
+    run = server.run([[40, 41, UNREADABLE, 42]], 4, 0)
+    assert run.token_ids == ((40, 41),) and run.tokens == 1
 
 
 def test_its_own_plain_decoding_runs_beside_it(program: Callable[[str], Path]) -> None:

@@ -33,7 +33,7 @@ def skip_unless_installed(name: str) -> None:
         pytest.skip(f"{kind.package} is not installed")
 
 
-@pytest.mark.parametrize("name", [name for name, kind in PEERS.items() if kind.weights == "gguf"])
+@pytest.mark.parametrize("name", ["llama-server-draft", "openvino"])
 def test_peers_that_read_the_file_that_a_model_came_from(tiny_pairs: dict[str, tuple[str, str]], name: str) -> None:
     config = replace(SMALL, draft_model="smollm2-135m" if PEERS[name].drafts else None)
     assert peer_weights(name, config)[0].split(",")[0] == "Q4_1 of the file"

@@ -103,6 +103,7 @@ class LlamaServer:
     """A `Method` that runs llama-server.
 
     Its tables of n-grams learn from each answer. A new `repeat` starts a new server, so that no answer is known before.
+    The server ends with `close`, and with the thread that started it.
 
     Args:
         name: one of `PEERS`.
@@ -130,9 +131,11 @@ class LlamaServer:
         self.name, (self.weights, needed) = name, peer_weights(name, config)
         check_room(name, needed, config)
         options = PEER_OPTIONS[name] if options is None else options
-        self._pair, self._learns = resolve(config), "ngram" in str(options.get("spec-type"))
+        self._learns = "ngram" in str(options.get("spec-type"))
         self._repeat: int | None = None
-        self._arguments = [program, *_arguments(gguf_files(name, config), self._pair, options)]
+        pair = resolve(config)
+        self._ends = () if ignore_end else pair.eos_ids
+        self._arguments = [program, *_arguments(gguf_files(name, config), pair, options)]
         self._sampling = _sampling(temperature, ignore_end=ignore_end)
         self._start()
 
@@ -154,11 +157,18 @@ class LlamaServer:
         token_ids, highest = answer.token_ids, peak.read()
         if UNKNOWN in token_ids:
             token_ids = self._filled(token_ids, body)
-        ends = [at for at, token in enumerate(token_ids) if token in self._pair.eos_ids]
-        kept = len(token_ids) if "ignore_eos" in body or not ends else ends[0] + 1
-        times = answer.times[:kept]
-        ids = (tuple(token_ids[:kept]),)
-        return replace(Run.of_steps(ids, begun, times, 1, answer.figures), peak=highest)
+        kept = self._length(token_ids)
+        steps = Run.of_steps((tuple(token_ids[:kept]),), begun, answer.times[:kept], 1, answer.figures)
+        return replace(steps, peak=highest)
+
+    def _length(self, token_ids: Sequence[int]) -> int:
+        """Return the tokens up to the end of text, or before one that stayed unknown."""
+        for at, token in enumerate(token_ids):
+            if token in self._ends:
+                return at + 1
+            if token == UNKNOWN and at:
+                return at
+        return len(token_ids)
 
     def _filled(self, token_ids: list[int], body: Mapping[str, Any]) -> list[int]:
         """Return an answer with the ids that it lacks, from an answer that is sent as a whole."""
@@ -253,8 +263,15 @@ def _arguments(files: Sequence[object], pair: Pair, options: PeerOptions) -> lis
     fields["n-gpu-layers"] = 0 if pair.target.device.type == "cpu" else "all"
     if len(files) > 1:
         fields |= {"spec-draft-model": files[1], "spec-draft-ngl": fields["n-gpu-layers"]}
-    given = [part for name, value in (fields | dict(options)).items() for part in (f"--{name}", str(value))]
+    given = [part for name, value in (fields | dict(options)).items() for part in _option(name, value)]
     return [*given, "--offline", "--no-webui"]
+
+
+def _option(name: str, value: object) -> tuple[str, ...]:
+    """Return an option of the command line; one that is switched on or off has no value."""
+    if isinstance(value, bool):
+        return (f"--{name}" if value else f"--no-{name}",)
+    return f"--{name}", str(value)
 
 
 def _sampling(temperature: float, *, ignore_end: bool) -> dict[str, Any]:

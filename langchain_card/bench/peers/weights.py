@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from langchain_card.errors import DeviceError, InvalidInputError
 from langchain_card.models.budget import free_bytes, weight_bytes
 from langchain_card.models.gguf import form_of, open_gguf
 from langchain_card.models.loader import resolve
-from langchain_card.models.store import ModelStore
+from langchain_card.models.store import ModelStore, file_state
 
 
 def gguf_file(name: str, model: str) -> Path:
@@ -48,7 +49,7 @@ def peer_weights(name: str, config: EngineConfig) -> tuple[str, int]:
     kind = PEERS[name]
     if kind.weights == "gguf":
         files = gguf_files(name, config)
-        forms = (form_of(open_gguf(file)) for file in files)
+        forms = (_form(file, file_state(file)) for file in files)
         return ", draft ".join(f"{form} of the file" for form in forms), sum(file.stat().st_size for file in files)
     pair = resolve(replace(config, quantization=None, dtype="float32") if kind.weights == "float32" else config)
     if kind.drafts and pair.vocabulary is not None:
@@ -58,6 +59,12 @@ def peer_weights(name: str, config: EngineConfig) -> tuple[str, int]:
     if kind.drafts and pair.draft is not None:
         words, needed = f"{words}, draft {number_format(pair.draft)}", needed + weight_bytes(pair.draft)
     return words, needed
+
+
+@functools.lru_cache
+def _form(file: Path, state: str) -> str:
+    """Return the number format of a file, which takes seconds to open; `state` changes with the file."""
+    return form_of(open_gguf(file))
 
 
 def check_room(name: str, weights: int, config: EngineConfig) -> None:
