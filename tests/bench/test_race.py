@@ -15,12 +15,13 @@ from langchain_card.bench import machine
 from langchain_card.bench.compare import Comparison, Row, conditions
 from langchain_card.bench.machine import bytes_a_pass, memory_bandwidth
 from langchain_card.bench.method import Run
-from langchain_card.bench.prompts import named_sets
+from langchain_card.bench.prompts import chat_ids, find, named_sets
 from langchain_card.bench.race import Race, bandwidth_share, details, load_race, losses, resumed, run_race, summary
 from langchain_card.config import EngineConfig
 from langchain_card.errors import EngineError, InvalidInputError
 from langchain_card.models.gguf import open_gguf
 from langchain_card.models.store import ModelStore
+from langchain_card.models.tokenizer import load_tokenizer
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,11 +156,15 @@ def test_the_script_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     target = tiny.make_target("llama", tmp_path / "target")
     draft = tiny.make_draft(target, tmp_path / "draft", noise=0.02)
     monkeypatch.setattr(machine, "memory_bandwidth", lambda: 4e10)
+    asked_for, run = list[Any](), script.run_race
+    monkeypatch.setattr(script, "run_race", lambda *given: (asked_for.append(given[2]), run(*given)))
     file = tmp_path / "race.json"
     own = ["--model", target, "--draft-model", draft, "--dtype", "float64", "--max-model-len", "256"]
     asked = ["--count", "2", "--skip", "1", "--max-tokens", "4", "--methods", "card", "--json", str(file), *own]
     script.main(["own", *asked])
     assert "| own  | card " in capsys.readouterr().out
+    texts = [chat_ids(load_tokenizer(target), text) for text in find("own", 3)]
+    assert asked_for == [{"own": texts[1:]}]
     race = load_race(file)
     assert {row.group for row in race.of("own").rows} == {0, 1} and len(race.of("own").rows) == 4
     assert race.about["bandwidth"] == 4e10 and race.about["bytes_a_pass"] is None
