@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PINS = $$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench contest long-texts notebooks docs clean
+.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench race contest long-texts notebooks docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -67,8 +67,16 @@ contest: setup ## docs/performance.md: this engine against others on a virtual c
 	@$(BIN)/python -m benchmarks.contest --json docs/performance.json --plot docs/performance.png
 	@$(BIN)/python -m benchmarks.contest.tables
 
-long-texts: setup ## docs/performance.md: this engine, llama.cpp and OpenVINO on long texts (half an hour; needs both packages)
-	@$(BIN)/langchain-card bench --context 300 1000 3000 7000 --answer 16 64 256 --methods card llama-cpp openvino \
+# Files of JSON lines with other sets of prompts than HumanEval, or NAME=FILE for each.
+SETS ?=
+RACE ?= docs/race.json
+
+race: setup ## README, docs/performance.md: this engine against tuned peers on HumanEval and SETS (an hour or two; needs the peers)
+	@$(BIN)/python benchmarks/race.py HumanEval=humaneval $(SETS) --json $(RACE)
+	@$(BIN)/python benchmarks/race_page.py $(RACE)
+
+long-texts: setup ## docs/performance.md: this engine, llama.cpp and OpenVINO on long texts (half an hour; needs both)
+	@$(BIN)/langchain-card bench --context 300 1000 3000 7000 --answer 16 64 256 --methods card llama-server openvino \
 		--json docs/long_texts.json --plot docs/long_texts.png
 	@$(BIN)/python benchmarks/long_texts.py
 

@@ -157,9 +157,9 @@ def option(action: argparse.Action) -> tuple[str, str, str]:
 
 
 FOLDERS = (
-    "", "core", "constraints", "runtime", "runtime/cpu", "runtime/cpu/blocks", "models", "text", "acceptance", "drafters",
-    "drafters/ngram", "engine", "engine/transports", "engine/isolated", "chat", "testing", "bench", "serve", "serve/openai",
-    "serve/langserve", "serve/page", "cli",
+    "", "core", "constraints", "runtime", "runtime/cpu", "runtime/cpu/blocks", "models", "text", "acceptance",
+    "drafters", "drafters/ngram", "engine", "engine/transports", "engine/isolated", "chat", "testing", "bench",
+    "bench/peers", "serve", "serve/openai", "serve/langserve", "serve/page", "cli",
 )  # fmt: skip
 """The folders of the package, in the order of its layers."""
 

@@ -95,32 +95,32 @@ class Comparison:
         """Return the runs of one method."""
         return [row for row in self.rows if row.method == method]
 
-    def pairs(self, method: str) -> Iterator[tuple[Row, Row]]:
-        """Yield the runs of a method, each with the plain run of the same prompts."""
-        plain = {(row.group, row.repeat): row for row in self.of(PLAIN)}
+    def pairs(self, method: str, base: str = PLAIN) -> Iterator[tuple[Row, Row]]:
+        """Yield the runs of a method, each with the run of `base` over the same prompts."""
+        plain = {(row.group, row.repeat): row for row in self.of(base)}
         for row in self.of(method):
-            if (base := plain.get((row.group, row.repeat))) is not None:
-                yield row, base
+            if (other := plain.get((row.group, row.repeat))) is not None:
+                yield row, other
 
-    def speedups(self, method: str) -> list[float]:
-        """Return the speedup over plain decoding for each batch of prompts: the median over repeats."""
+    def speedups(self, method: str, base: str = PLAIN) -> list[float]:
+        """Return the speedup over `base` for each batch of prompts: the median over repeats."""
         ratios: dict[int, list[float]] = {}
-        for row, base in self.pairs(method):
-            if row.run.speed and base.run.speed:
-                ratios.setdefault(row.group, []).append(row.run.speed / base.run.speed)
+        for row, other in self.pairs(method, base):
+            if row.run.speed and other.run.speed:
+                ratios.setdefault(row.group, []).append(row.run.speed / other.run.speed)
         return [statistics.median(values) for values in ratios.values()]
 
-    def speedup(self, method: str) -> Measured | None:
+    def speedup(self, method: str, base: str = PLAIN) -> Measured | None:
         """Return the median of `speedups` with its interval; None if there are no runs to compare."""
-        speedups = self.speedups(method)
+        speedups = self.speedups(method, base)
         return Measured.of(speedups, statistics.median) if speedups else None
 
-    def identical(self, method: str) -> tuple[int, int]:
-        """Return the number of answers that equal those of plain decoding, and of all answers."""
+    def identical(self, method: str, base: str = PLAIN) -> tuple[int, int]:
+        """Return the number of answers that equal those of `base`, and of all answers."""
         same = [
             answer == reference
-            for row, base in self.pairs(method)
-            for answer, reference in zip(row.run.token_ids, base.run.token_ids, strict=True)
+            for row, other in self.pairs(method, base)
+            for answer, reference in zip(row.run.token_ids, other.run.token_ids, strict=True)
         ]
         return sum(same), len(same)
 
@@ -264,7 +264,7 @@ def _line(results: Comparison, name: str) -> tuple[str, ...]:
     runs = [row.run for row in results.of(name)]
     if not runs:
         return (name, results.weights[name], *[""] * (len(HEADERS) - 2))
-    speeds, times = [run.speed for run in runs], results.speedup(name)
+    speeds = [run.speed for run in runs]
     low, _, high = statistics.quantiles(speeds, n=4, method="inclusive") if len(speeds) > 1 else [speeds[0]] * 3
     same, every = results.identical(name)
     schedules = sorted({run.figures.get("schedule", name) for run in runs})
@@ -273,7 +273,7 @@ def _line(results: Comparison, name: str) -> tuple[str, ...]:
         f"{name} ({', '.join(schedules)})" if name == "card" else name,
         results.weights[name],
         f"{statistics.median(speeds):.1f} ({low:.1f} to {high:.1f})",
-        "1" if is_base or not times else f"{times.value:.2f}{_bounds(results, name)}",
+        "1" if is_base else times_base(results, name, PLAIN),
         _mean(runs, "accepted_length", "{:.2f}"),
         _mean(runs, "acceptance", "{:.2f}"),
         _mean(runs, "hit_rate", "{:.2f}"),
@@ -289,10 +289,16 @@ def _mean(runs: Sequence[Run], figure: str, form: str) -> str:
     return form.format(statistics.mean(values)) if values else ""
 
 
-def _bounds(results: Comparison, name: str) -> str:
-    times = results.speedup(name)
-    few = len(results.speedups(name)) < MIN_PROMPTS
+def _bounds(results: Comparison, name: str, base: str = PLAIN) -> str:
+    times = results.speedup(name, base)
+    few = len(results.speedups(name, base)) < MIN_PROMPTS
     return "" if few or times is None else f" ({times.low:.2f} to {times.high:.2f})"
+
+
+def times_base(results: Comparison, name: str, base: str) -> str:
+    """Return how many times as fast as `base` a method is, with bounds if there are enough prompts."""
+    times = results.speedup(name, base)
+    return "" if times is None else f"{times.value:.2f}{_bounds(results, name, base)}"
 
 
 def remarks(results: Comparison) -> list[str]:
@@ -307,14 +313,25 @@ def conditions(results: Comparison) -> list[str]:
     for name in results.weights:
         if differences := [d for d in results.differences if d.method == name]:
             notes += _remark(results, name, differences)
+        notes += _beside_own_plain(results, name)
     if any(name in PEERS for name in results.weights):
         notes.append(
             "This engine's methods share what its controller learns, and each remembers earlier prompts and answers, "
-            "as it does for users; others' loops begin anew with each prompt. Peak memory is that of a method's "
+            "as it does for users; others' loops begin anew with each prompt, except that llama-server's n-grams "
+            "remember earlier prompts and answers, too. Peak memory is that of a method's "
             "process: this engine's methods have one together, with all of their models, and what a draft in a process "
             "of its own holds is not in it."
         )
     return notes
+
+
+def _beside_own_plain(results: Comparison, name: str) -> list[str]:
+    base = PEERS[name].base if name in PEERS else ""
+    if not base or results.speedup(name, base) is None:
+        return []
+    same, every = results.identical(name, base)
+    equal = f", {same} of {every} answers are equal" if results.greedy else ""
+    return [f"{name} beside its own plain decoding: {times_base(results, name, base)} times {base}{equal}."]
 
 
 def _remark(results: Comparison, name: str, differences: Sequence[Difference]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-_PROC = Path("/proc/self")
+_PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,15 @@ class Method(Protocol):
 
 
 class PeakMemory:
-    """The peak memory of this process since `reset`, without its child processes.
+    """The peak memory of a process since `reset`, without its child processes.
 
     Args:
-        cuda: True measures the memory of all CUDA devices, False that of the machine.
+        cuda: True measures the memory of all CUDA devices that this process uses, False that of the machine.
+        pid: of another process; None for this one.
     """
 
-    def __init__(self, *, cuda: bool) -> None:
+    def __init__(self, *, cuda: bool, pid: int | None = None) -> None:
+        self._pid, self._folder = pid, _PROC / ("self" if pid is None else str(pid))
         self._devices = range(torch.cuda.device_count() if cuda else 0)
 
     def reset(self) -> None:
@@ -105,14 +107,14 @@ class PeakMemory:
         for index in self._devices:
             torch.cuda.reset_peak_memory_stats(index)
         with contextlib.suppress(OSError):  # without this file, `read` returns the current memory
-            (_PROC / "clear_refs").write_text("5")
+            (self._folder / "clear_refs").write_text("5")
 
     def read(self) -> int:
         """Return the peak in bytes."""
         if self._devices:
             return sum(torch.cuda.max_memory_allocated(index) for index in self._devices)
         try:
-            lines = (_PROC / "status").read_text().splitlines()
+            lines = (self._folder / "status").read_text().splitlines()
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
         except (OSError, StopIteration):
-            return int(psutil.Process().memory_info().rss)
+            return int(psutil.Process(self._pid).memory_info().rss)

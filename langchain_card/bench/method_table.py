@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
-from typing import Any, Literal
+import itertools
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.errors import InvalidInputError, check_choice
@@ -38,6 +42,8 @@ class PeerKind:
         batches: True if it accepts several prompts at once.
         weights: this engine's, the same in float32, or those of the GGUF file.
         package: required besides transformers.
+        program: a binary that it needs, a key of `PROGRAMS`.
+        base: the method that decodes plainly in the same way, and is compared beside it.
         room: memory of its process as a multiple of its weights. An estimate.
     """
 
@@ -45,8 +51,13 @@ class PeerKind:
     batches: bool = False
     weights: Literal["same", "float32", "gguf"] = "same"
     package: str = ""
+    program: str = ""
+    base: str = ""
     room: float = 1.3
 
+
+_SERVER = PeerKind(weights="gguf", program="llama-server", room=2.5)
+_SPECULATING = PeerKind(weights="gguf", program="llama-server", room=2.5, base="llama-server")
 
 PEERS: dict[str, PeerKind] = {
     "hf-float32": PeerKind(batches=True, weights="float32"),
@@ -54,19 +65,67 @@ PEERS: dict[str, PeerKind] = {
     "hf-assisted": PeerKind(drafts=True),
     "hf-prompt-lookup": PeerKind(),
     "flashspec": PeerKind(drafts=True, package="flashspec"),
-    "llama-cpp": PeerKind(weights="gguf", package="llama-cpp-python"),
+    "llama-server": _SERVER,
+    "llama-server-draft": replace(_SPECULATING, drafts=True),
+    "llama-server-ngram": _SPECULATING,
+    "llama-server-both": replace(_SPECULATING, drafts=True),
     "openvino": PeerKind(weights="gguf", package="openvino-genai", room=4.0),
+    "openvino-lookup": PeerKind(weights="gguf", package="openvino-genai", room=4.0, base="openvino"),
 }
 """Loops of other packages.
 
 transformers' `generate` in float32, on this engine's weights, with its draft, and with prompt lookup; FlashSpec with
-its own choice of strategy; llama.cpp and OpenVINO GenAI without a draft."""
+its own choice of strategy; llama.cpp's server alone, with its draft, with its n-grams, and with both; OpenVINO GenAI
+alone, and with prompt lookup. There is no OpenVINO with a draft: its reader of GGUF files refuses Q5_0, in which the
+built-in draft has most of its matrices."""
+
+PeerOptions: TypeAlias = Mapping[str, "int | float | str"]
+
+PEER_OPTIONS: dict[str, PeerOptions] = {
+    "llama-server": {"flash-attn": "on"},
+    "llama-server-draft": {
+        "flash-attn": "on",
+        "spec-type": "draft-simple",
+        "spec-draft-n-max": 2,
+        "spec-draft-p-min": 0.5,
+    },
+    "llama-server-ngram": {
+        "flash-attn": "on",
+        "spec-type": "ngram-mod",
+        "spec-ngram-mod-n-match": 6,
+        "spec-ngram-mod-n-min": 1,
+        "spec-ngram-mod-n-max": 4,
+    },
+    "llama-server-both": {
+        "flash-attn": "on",
+        "spec-type": "ngram-mod,draft-simple",
+        "spec-draft-n-max": 2,
+        "spec-draft-p-min": 0.5,
+        "spec-ngram-mod-n-match": 12,
+        "spec-ngram-mod-n-min": 4,
+        "spec-ngram-mod-n-max": 16,
+    },
+    "openvino": {},
+    "openvino-lookup": {"num_assistant_tokens": 5, "max_ngram_size": 3},
+}
+"""Options of the peers that can be tuned.
+
+Those of llama-server are options of its command line; True and False stand for a switch. Those of OpenVINO are
+properties of the pipeline in capital letters, and fields of its generation config in small ones.
+`benchmarks/tune_peers.py` prints this table.
+
+By default, llama-server's `ngram-mod` proposes nothing in short answers: a match has 24 tokens, and a draft that is
+shorter than 48 tokens is dropped. It learns an answer in pieces, so that up to 33 - `n-match` of the latest tokens are
+unknown. With `--model-draft` alone the server speculates nothing: the default of `spec-type` is `none`."""
+
+PROGRAMS = {"llama-server": "LLAMA_SERVER"}
+"""Binaries that peers need, each with the environment variable that may hold its path."""
 
 METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
 
 
 def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> tuple[str, ...]:
-    """Return the methods to compare, plain decoding first.
+    """Return the methods to compare: plain decoding first, and before each peer its own plain decoding.
 
     Raises:
         InvalidInputError: a method does not exist, is not installed, or does not support this draft or batch.
@@ -76,6 +135,8 @@ def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> t
         kind = PEERS.get(name, PeerKind(batches=True))
         if kind.package and not _is_installed(kind.package):
             raise InvalidInputError("--methods", name, "is not installed", f"pip install {kind.package}")
+        if kind.program:
+            find_program(name, kind.program)
         if (kind.drafts or name in ("model", "beside", "below")) and not config.has_draft:
             raise InvalidInputError("--methods", name, "needs a draft model", "name a --draft-model, or leave it out")
         if name in ("sequential", "parallel", "card") and config.draft_model is None:
@@ -83,7 +144,26 @@ def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> t
         if batch > 1 and not kind.batches:
             limit = f"takes one prompt at a time, not --batch {batch}"
             raise InvalidInputError("--methods", name, limit, "leave it out, or --batch 1")
-    return tuple(dict.fromkeys((PLAIN, *names)))
+    bases = ((PEERS[name].base, name) if name in PEERS else (name,) for name in names)
+    return tuple(dict.fromkeys((PLAIN, *filter(None, itertools.chain(*bases)))))
+
+
+def find_program(method: str, program: str) -> str:
+    """Return the path of a binary: the environment variable's in `PROGRAMS`, or the one on PATH.
+
+    Raises:
+        InvalidInputError: there is none; the error names the method.
+    """
+    variable = PROGRAMS[program]
+    if named := os.environ.get(variable):
+        if (found := shutil.which(named)) is None:
+            hint = f"set {variable} to the path of {program}, or unset it"
+            raise InvalidInputError(variable, named, "is no program that can be run", hint)
+        return found
+    if (found := shutil.which(program)) is None:
+        hint = f"build llama.cpp for this CPU and set {variable} to its {program}"
+        raise InvalidInputError("--methods", method, f"needs the program {program}, which is not on PATH", hint)
+    return found
 
 
 def _is_installed(package: str) -> bool:

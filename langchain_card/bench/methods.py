@@ -13,7 +13,7 @@ from typing import Any
 from langchain_card.bench.machine import number_format, proposed_tokens
 from langchain_card.bench.method import Method, PeakMemory, Run, longest_gap
 from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES
-from langchain_card.bench.peers import Peer
+from langchain_card.bench.peers.peer import open_peer
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
@@ -126,7 +126,7 @@ def open_methods(
         if name in PEERS:
             report(f"loading {name}")
             try:
-                peer = Peer(name, config, options.temperature, ignore_end=options.ignore_end)
+                peer = open_peer(name, config, options.temperature, ignore_end=options.ignore_end)
             except CARDError as error:
                 failed[name] = str(error)
                 continue

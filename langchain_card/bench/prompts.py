@@ -9,7 +9,9 @@ import json
 import os
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CorruptModelError, InvalidInputError, check_range
@@ -65,10 +67,40 @@ def load(path: Path, count: int) -> list[str]:
     return texts
 
 
+def named_sets(arguments: Sequence[str], count: int, skip: int = 0) -> dict[str, list[str]]:
+    """Return sets of prompts by name.
+
+    Args:
+        arguments: for each set NAME=FILE, a file, whose stem is then its name, or one of `NAMES`.
+        count: prompts of each set.
+        skip: first rows of each set that are left out.
+
+    Raises:
+        InvalidInputError: see `find`; or two sets have one name, or a set has not enough rows.
+    """
+    found: dict[str, list[str]] = {}
+    for argument in arguments:
+        name, _, file = argument.rpartition("=")
+        name = name or (argument if argument in NAMES else Path(argument).stem)
+        if name in found:
+            raise InvalidInputError("sets", argument, f"there is a set {name} already", "name it as NAME=FILE")
+        texts = find(file, skip + count)[skip:]
+        if len(texts) < count:
+            limit = f"has {len(texts)} rows after the first {skip}, not {count}"
+            raise InvalidInputError("sets", argument, limit, "a smaller --count or --skip")
+        found[name] = texts
+    return found
+
+
 def user_prompt(engine: Engine, text: str) -> tuple[int, ...]:
     """Return the token ids of a conversation that begins with `text` as the user's message."""
+    return chat_ids(engine.tokenizer, text)
+
+
+def chat_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return what `user_prompt` returns, for a tokenizer without an engine."""
     message = [{"role": "user", "content": text}]
-    return tuple(engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+    return tuple(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
 
 def _text(line: str, place: str) -> str:

@@ -150,14 +150,13 @@ def _compare(args: argparse.Namespace) -> None:
 def _save(args: argparse.Namespace, about: Mapping[str, Any], results: Comparison) -> None:
     """Write the results with what they are about, if the user wants a file."""
     from langchain_card.bench import machine
-    from langchain_card.bench.method_table import PEERS
+    from langchain_card.bench.peers.peer import versions_of
 
     if args.json is None:
         return
     command = shlex.join(["langchain-card", *args.given])
     new = args.json.with_suffix(".new")
-    packages = [PEERS[name].package for name in results.weights if name in PEERS and PEERS[name].package]
-    versions = {"machine": machine.describe(), "packages": {name: machine.version(name) for name in packages}}
+    versions = {"machine": machine.describe(), "packages": versions_of(results.weights)}
     rows = {"command": command, **versions, **about, **results.to_json()}
     new.write_text(json.dumps(rows) + "\n")
     os.replace(new, args.json)

@@ -16,13 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from langchain_card.bench import peers, prompts
+from langchain_card.bench import prompts
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.compare import HEADERS, WARM_UPS, Comparison, compare, markdown, measure_gaps, remarks
 from langchain_card.bench.method import PeakMemory, Run
 from langchain_card.bench.method_table import METHODS, PEERS
 from langchain_card.bench.methods import DecodeOptions, EngineMethod, SamplingParams, open_methods
-from langchain_card.bench.peers import Peer
+from langchain_card.bench.peers import peer, weights
+from langchain_card.bench.peers.peer import Peer
 from langchain_card.bench.plots import plot_comparison
 from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Pins
@@ -118,7 +119,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 @pytest.fixture(scope="module")
 def real(pair: EngineConfig) -> Iterator[tuple[Engine, Comparison]]:
     """Every method there is on one pair, in float64, where all must say the same."""
-    names = [name for name in METHODS if not PEERS.get(name, PEERS["hf-generate"]).package]
+    kinds = {name: PEERS.get(name, PEERS["hf-generate"]) for name in METHODS}
+    names = [name for name, kind in kinds.items() if not (kind.package or kind.program)]
     with contextlib.ExitStack() as held:
         engine, methods, failed = open_methods(names, pair, DecodeOptions(), held, Engine, lambda _: None)
         found = Comparison({method.name: method.weights for method in methods})
@@ -132,9 +134,9 @@ def real(pair: EngineConfig) -> Iterator[tuple[Engine, Comparison]]:
 def test_all_methods_run_on_the_same_weights_and_say_the_same(real: tuple[Engine, Comparison]) -> None:
     found = real[1]
     assert not found.failed and len(found.weights) >= 12
-    for name, weights in found.weights.items():
-        assert weights.split(",")[0] == ("float32" if name == "hf-float32" else "float64")
-        assert ("draft float64" in weights) == (name in DRAFTED)
+    for name, said in found.weights.items():
+        assert said.split(",")[0] == ("float32" if name == "hf-float32" else "float64")
+        assert ("draft float64" in said) == (name in DRAFTED)
         if name not in ("plain", "hf-float32"):
             assert found.identical(name) == (2, 2), remarks(found)
     assert all(row.run.tokens == 23 for row in found.rows if not row.method.startswith("hf-a"))
@@ -220,14 +222,14 @@ def test_habits_of_a_models_folder_change_nothing(pair: EngineConfig, tmp_path: 
 
 
 def test_a_peer_without_room_is_left_out(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "free_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(weights, "free_bytes", lambda device: 1 << 10)
     with contextlib.ExitStack() as held:
         _, methods, failed = open_methods(["plain", "hf-generate"], pair, DecodeOptions(), held, Engine, lambda _: None)
         assert [method.name for method in methods] == ["plain"] and "GiB are free" in failed["hf-generate"]
 
 
 def test_a_peer_that_hangs_is_ended(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SECONDS", 0.5)  # less than Python takes to start
+    monkeypatch.setattr(peer, "SECONDS", 0.5)  # less than Python takes to start
     with pytest.raises(EngineError, match="ended after 0 s"):
         Peer("hf-generate", pair)
 
@@ -308,7 +310,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
         (["--temperature", "-1"], "temperature"),
         (["--json", "nowhere/rows.json"], "mkdir -p nowhere"),
         (["--plot", "rows.txt"], "must end in .png"),
-        (["--methods", "llama-cpp"], "pip install llama-cpp-python"),
+        (["--methods", "openvino"], "pip install openvino-genai"),
         (["--steps", "steps.json", "--draft-model", "none"], "must be a model"),
     ],
 )

@@ -23,13 +23,13 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 MODULES_OF_EXTRAS = {
     "bench": ("bench/plots.py",),
     "langserve": ("serve/langserve/",),
-    "openvino": ("bench/peer_process.py",),
+    "openvino": ("bench/peers/process.py",),
     "server": ("serve/", "cli/serve.py"),
     "structured": ("constraints/",),
     "testing": ("testing/conformance.py", "testing/calls.py"),
 }
 """Where an extra's packages may be imported, by how paths begin."""
-PEERS = {"bench/peer_process.py": {"flashspec", "llama_cpp"}}
+PEERS = {"bench/peers/process.py": {"flashspec"}}
 """Packages that a method of `bench` is named after: it is refused where they are not installed."""
 
 

@@ -1,8 +1,4 @@
-"""Decoding loops of other packages, each in its own process: two pools of CPU threads in one would slow both down.
-
-Peers run the weights of this engine in the same number format, in transformers' layers, and drafts with the whole head.
-Only `hf-float32`, `llama-cpp` and `openvino` run the published weights. Requests and responses are lines of JSON.
-"""
+"""A peer in a Python process of its own, and the opening of any peer."""
 
 from __future__ import annotations
 
@@ -12,21 +8,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
-from langchain_card.bench.machine import number_format
+from langchain_card.bench.machine import version
 from langchain_card.bench.method import Run
-from langchain_card.bench.method_table import PEERS
-from langchain_card.bench.peer_process import gguf_file
+from langchain_card.bench.method_table import PEER_OPTIONS, PEERS, PeerOptions, find_program
+from langchain_card.bench.peers.llama_server import LlamaServer, server_version
+from langchain_card.bench.peers.weights import check_room, peer_weights
 from langchain_card.config import EngineConfig
-from langchain_card.errors import DeviceError, EngineError, InvalidInputError
-from langchain_card.models.budget import free_bytes, weight_bytes
-from langchain_card.models.gguf import form_of, open_gguf
-from langchain_card.models.loader import resolve
+from langchain_card.errors import EngineError
 
 SECONDS = 1800.0
 """Time limit of loading and of each run."""
@@ -42,6 +33,7 @@ class Peer:
         config: names the weights.
         temperature: of all answers.
         ignore_end: True continues answers after the end of text.
+        options: of the method; None for those of `PEER_OPTIONS`.
 
     Raises:
         InvalidInputError: the package cannot run this pair.
@@ -49,16 +41,26 @@ class Peer:
         EngineError: the process did not start, or died.
     """
 
-    def __init__(self, name: str, config: EngineConfig, temperature: float = 0.0, *, ignore_end: bool = False) -> None:
-        self.name, (self.weights, needed) = name, _weights(name, config)
-        _check_room(name, needed, resolve(config).target.device)
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        temperature: float = 0.0,
+        *,
+        ignore_end: bool = False,
+        options: PeerOptions | None = None,
+    ) -> None:
+        self.name, (self.weights, needed) = name, peer_weights(name, config)
+        check_room(name, needed, config)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
-        command = [sys.executable, "-W", "ignore", "-m", "langchain_card.bench.peer_process"]
+        command = [sys.executable, "-W", "ignore", "-m", "langchain_card.bench.peers.process"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)  # noqa: S603
-        fields = {name: getattr(config, name) for name in _FIELDS}
+        setup: dict[str, Any] = {"name": name, "config": {name: getattr(config, name) for name in _FIELDS}}
+        setup |= {"temperature": temperature, "ignore_end": ignore_end}
+        setup |= {"options": dict(PEER_OPTIONS.get(name, {}) if options is None else options)}
         try:
-            self._request({"name": name, "config": fields, "temperature": temperature, "ignore_end": ignore_end})
+            self._request(setup)
         except BaseException:
             self.close()
             raise
@@ -100,24 +102,25 @@ class Peer:
         self._errors.close()
 
 
-def _weights(name: str, config: EngineConfig) -> tuple[str, int]:
-    """Return a peer's number formats, in words, and the bytes of its weights."""
-    kind = PEERS[name]
-    if kind.weights == "gguf":
-        file = gguf_file(name, config.model)
-        return f"{form_of(open_gguf(file))} of the file", file.stat().st_size
-    pair = resolve(replace(config, quantization=None, dtype="float32") if kind.weights == "float32" else config)
-    if kind.drafts and pair.vocabulary is not None:
-        limit = f"is measured with drafts of the target's own vocabulary, not {config.draft_model}"
-        raise InvalidInputError("--methods", name, limit, "leave it out")
-    words, needed = number_format(pair.target), weight_bytes(pair.target)
-    if kind.drafts and pair.draft is not None:
-        words, needed = f"{words}, draft {number_format(pair.draft)}", needed + weight_bytes(pair.draft)
-    return words, needed
+def open_peer(
+    name: str,
+    config: EngineConfig,
+    temperature: float = 0.0,
+    *,
+    ignore_end: bool = False,
+    options: PeerOptions | None = None,
+) -> Peer | LlamaServer:
+    """Start a peer; the arguments and errors are those of `Peer` and `LlamaServer`."""
+    kind = LlamaServer if PEERS[name].program == "llama-server" else Peer
+    return kind(name, config, temperature, ignore_end=ignore_end, options=options)
 
 
-def _check_room(name: str, weights: int, device: torch.device) -> None:
-    needed, free = PEERS[name].room * weights, free_bytes(device)
-    if needed > free:
-        limit = f"needs {needed / 2**30:.1f} GiB for weights of its own, {free / 2**30:.1f} GiB are free"
-        raise DeviceError("--methods", name, limit, "compare fewer at once")
+def versions_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages and programs that methods need, by package or program."""
+    found = dict[str, str]()
+    for name, kind in ((name, PEERS[name]) for name in names if name in PEERS):
+        if kind.package:
+            found[kind.package] = version(kind.package)
+        if kind.program and kind.program not in found:
+            found[kind.program] = server_version(find_program(name, kind.program))
+    return found

@@ -1,4 +1,8 @@
-"""The process of a peer (`peers.Peer`), which reads and writes JSON lines: `-m langchain_card.bench.peer_process`."""
+"""The process of a peer (`peer.Peer`), with the loops of transformers, FlashSpec and OpenVINO.
+
+`-m langchain_card.bench.peers.process` reads a description of the peer and then prompts, and writes runs, all as JSON
+lines.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from langchain_card.bench.method import PeakMemory, Run
-from langchain_card.bench.method_table import PEERS
+from langchain_card.bench.method_table import PEERS, PeerOptions
+from langchain_card.bench.peers.weights import gguf_file
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
 from langchain_card.models.loader import ModelSpec, Pair, load_model, resolve
-from langchain_card.models.store import ModelStore
 from langchain_card.runtime.threads import num_cores, use_threads
 
 _Generate: TypeAlias = Callable[[Sequence[Sequence[int]], int], Run]
@@ -62,20 +65,9 @@ def _make(setup: dict[str, Any]) -> tuple[_Generate, torch.device]:
     pair = resolve(config)
     if setup["ignore_end"]:
         pair = replace(pair, eos_ids=())
-    make = {"flashspec": _flashspec, "llama-cpp": _llama_cpp, "openvino": _openvino}.get(setup["name"], _transformers)
-    return make(setup["name"], pair, setup["temperature"]), pair.target.device
-
-
-def gguf_file(name: str, model: str) -> Path:
-    """Return the GGUF file of a model, which the peer `name` reads.
-
-    Raises:
-        InvalidInputError: the model has none.
-    """
-    path = ModelStore().path(model)
-    if path.suffix != ".gguf":
-        raise InvalidInputError("--methods", name, f"reads GGUF files, {model} is none", "leave it out")
-    return path
+    makers = {"flashspec": _flashspec, "openvino": _openvino, "openvino-lookup": _openvino}
+    make = makers.get(setup["name"], _transformers)
+    return make(setup["name"], pair, setup["temperature"], setup["options"]), pair.target.device
 
 
 def _load(spec: ModelSpec) -> Any:
@@ -95,18 +87,18 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _transformers(name: str, pair: Pair, temperature: float) -> _Generate:
+def _transformers(name: str, pair: Pair, temperature: float, options: PeerOptions) -> _Generate:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     model = _load(pair.target)
-    options: dict[str, Any] = {"do_sample": False}
+    given: dict[str, Any] = {"do_sample": False}
     if temperature:
-        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        given = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if name == "hf-assisted":
         assert pair.draft is not None
-        options["assistant_model"] = _load(pair.draft)
+        given["assistant_model"] = _load(pair.draft)
     elif name == "hf-prompt-lookup":
-        options["prompt_lookup_num_tokens"] = 10
+        given["prompt_lookup_num_tokens"] = 10
     padding = pair.eos_ids[0] if pair.eos_ids else 0
 
     class TokenTimer(StoppingCriteria):  # type: ignore[misc, unused-ignore]
@@ -132,7 +124,7 @@ def _transformers(name: str, pair: Pair, temperature: float) -> _Generate:
             stopping_criteria=StoppingCriteriaList([timer]),
             eos_token_id=list(pair.eos_ids) or None,
             pad_token_id=padding,
-            **options,
+            **given,
         )
         answers = tuple(_cut(row, pair.eos_ids) for row in out[:, longest:].tolist())
         lengths, ended = zip(*timer.steps, strict=True)
@@ -147,7 +139,7 @@ def _cut(token_ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(token_ids[: ends[0] + 1] if ends else token_ids)
 
 
-def _flashspec(name: str, pair: Pair, temperature: float) -> _Generate:
+def _flashspec(name: str, pair: Pair, temperature: float, options: PeerOptions) -> _Generate:
     from flashspec import FlashSpecConfig, SamplingConfig, SpeculativeEngine
     from flashspec.engine import HuggingFaceDrafter, TargetModel
 
@@ -182,34 +174,12 @@ def _flashspec(name: str, pair: Pair, temperature: float) -> _Generate:
     return generate
 
 
-def _llama_cpp(name: str, pair: Pair, temperature: float) -> _Generate:
-    """Return llama.cpp's loop, on all cores and with its default settings."""
-    from llama_cpp import Llama
+def _openvino(name: str, pair: Pair, temperature: float, options: PeerOptions) -> _Generate:
+    """Return OpenVINO GenAI's loop, on all cores and without a memory of earlier prompts.
 
-    model = Llama(
-        str(gguf_file(name, pair.target.name)),
-        n_ctx=pair.max_len,
-        n_threads=num_cores(),
-        n_threads_batch=num_cores(),
-        n_gpu_layers=0 if pair.target.device.type == "cpu" else -1,
-        verbose=False,
-    )
-
-    def generate(prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
-        model.reset()
-        begun, answer, times = time.perf_counter(), list[int](), list[float]()
-        for token in model.generate(prompts[0], temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
-            answer.append(int(token))
-            times.append(time.perf_counter())
-            if len(answer) == max_tokens or token in pair.eos_ids:
-                break
-        return Run.of_steps((tuple(answer),), begun, times, 1)
-
-    return generate
-
-
-def _openvino(name: str, pair: Pair, temperature: float) -> _Generate:
-    """Return OpenVINO GenAI's loop, on all cores, with its default settings but without a memory of earlier prompts."""
+    It has no draft model here: the reader of GGUF files refuses Q5_0, in which the built-in draft has most of its
+    matrices, and `draft_model` takes converted folders only.
+    """
     import numpy as np
     import openvino
     import openvino_genai as genai
@@ -219,13 +189,21 @@ def _openvino(name: str, pair: Pair, temperature: float) -> _Generate:
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     scheduler.max_num_batched_tokens = pair.max_len  # by default a prompt is read in one pass, too
+    properties: dict[str, Any] = {key: value for key, value in options.items() if key.isupper()}
+    if properties.get("ATTENTION_BACKEND") != "SDPA":  # which batches nothing
+        properties["scheduler_config"] = scheduler
+    if name == "openvino-lookup":
+        properties["prompt_lookup"] = True
     file = str(gguf_file(name, pair.target.name))
-    model = genai.LLMPipeline(file, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=num_cores())
-    options = genai.GenerationConfig()
-    options.ignore_eos, options.stop_token_ids = not pair.eos_ids, {*pair.eos_ids}
-    options.do_sample, options.apply_chat_template = temperature > 0, False
+    model = genai.LLMPipeline(file, "CPU", INFERENCE_NUM_THREADS=num_cores(), **properties)
+    generation = genai.GenerationConfig()
+    generation.ignore_eos, generation.stop_token_ids = not pair.eos_ids, {*pair.eos_ids}
+    generation.do_sample, generation.apply_chat_template = temperature > 0, False
     if temperature:
-        options.temperature = temperature
+        generation.temperature = temperature
+    for key, value in options.items():
+        if not key.isupper():
+            setattr(generation, key, value)
 
     class TokenTimer(genai.StreamerBase):  # type: ignore[misc, unused-ignore]
         """A recorder of tokens and of the time of each. The token that ends an answer is among them."""
@@ -244,9 +222,9 @@ def _openvino(name: str, pair: Pair, temperature: float) -> _Generate:
             pass
 
     def generate(prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
-        options.max_new_tokens = max_tokens
+        generation.max_new_tokens = max_tokens
         timer, begun = TokenTimer(), time.perf_counter()
-        model.generate(openvino.Tensor(np.array([prompts[0]], np.int64)), options, timer)
+        model.generate(openvino.Tensor(np.array([prompts[0]], np.int64)), generation, timer)
         return Run.of_steps((tuple(timer.answer),), begun, timer.times, 1)
 
     return generate

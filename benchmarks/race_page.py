@@ -1,0 +1,83 @@
+"""The parts of README.md and docs/performance.md on the race, written from the file of `race.py`.
+
+    python benchmarks/race_page.py [FILE]
+
+FILE is docs/race.json by default. What lies between the two marks of each page is replaced. `make race` measures and
+writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from langchain_card.bench.compare import markdown_table
+from langchain_card.bench.method_table import PLAIN
+from langchain_card.bench.race import Race, bandwidth_share, details, load_race, losses, peers_of, summary
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- begin: make race -->", "<!-- end: make race -->"
+
+
+def readme(race: Race) -> str:
+    """Return the short part: the table, and how to read it."""
+    asked, machine = race.about["asked"], race.about["machine"]
+    notes = (
+        f"{asked['count']} prompts of each text, {asked['max_tokens']} tokens each, greedy, on {machine['processor']}, "
+        f"{machine['cores']} cores. Each peer runs plainly and at its best: its fastest speculation, with options that "
+        "were found on other prompts. *card / best peer* compares with the fastest of all peer methods on that text. "
+        "Options, bounds and losses: [docs/performance.md](docs/performance.md#the-race)."
+    )
+    return f"{markdown_table([*summary(race)])}\n\n{notes}"
+
+
+def page(race: Race) -> str:
+    """Return the long part: command, conditions, both tables, and what was lost."""
+    machine, packages = race.about["machine"], {"torch": race.about["machine"]["torch"], **race.about["packages"]}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    command = f"<!-- runs: not in CI, needs the peers and an hour -->\n```console\n$ {race.about['command']}\n```"
+    measured = f"Measured on {machine['processor']}, {machine['cores']} cores, {machine['memory']} ({versions})."
+    lists = [*_conditions(race), *(f"*{name}* was left out: {why}" for name, why in race.failed.items())]
+    lost = losses(race) or ["None: no peer was faster than `card`, and none decoded plainly faster than `plain`."]
+    parts = [command, measured, markdown_table([*summary(race)]), markdown_table([*details(race)]), _listed(lists)]
+    return "\n\n".join([*parts, "Losses (medians, 95 % bounds):", _listed(lost)])
+
+
+def _conditions(race: Race) -> list[str]:
+    weights = "; ".join(f"`{name}`: {words}" for name, words in race.weights.items())
+    notes = [f"Weights: {weights}."]
+    for name, options in race.about["options"].items():
+        if options and name in race.weights:
+            words = ", ".join(f"`{option} {value}`" for option, value in options.items())
+            notes.append(f"Options of `{name}`: {words}.")
+    plains = [PLAIN, *peers_of(race)]
+    if any(bandwidth_share(race, results, name) for results in race.sets.values() for name in plains):
+        notes.append(
+            f"*Bandwidth* is the share of {race.about['bandwidth'] / 1e9:.1f} GB/s, which all cores read together, at "
+            f"{race.about['bytes_a_pass'] / 1e9:.2f} GB a pass: the target's file without its table of embeddings. "
+            "OpenVINO converts the file and may read more."
+        )
+    notes.append(
+        "*Times own plain* of `card` is over `plain`; that of a peer is over the same package without a draft."
+    )
+    return notes
+
+
+def _listed(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def write(file: Path, text: str) -> None:
+    """Replace what lies between the marks of a page."""
+    before, rest = file.read_text().split(BEGIN)
+    file.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+
+
+def main(path: Path) -> None:
+    race = load_race(path)
+    write(ROOT / "README.md", readme(race))
+    write(ROOT / "docs" / "performance.md", page(race))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "race.json")
