@@ -143,7 +143,7 @@ for way, call in ways.items():
     print(f"{way:12}  {seconds:5.1f} s  {tokens / seconds:5.1f} tokens/s  {together:4.1f} requests in a pass")
 
 # %% [markdown]
-# In int8 on a CPU an answer does not depend on its neighbours:
+# In blocks on a CPU an answer does not depend on its neighbours:
 
 # %%
 print("same text:", texts["all at once"] == texts["four at once"] == texts["one by one"])

@@ -195,7 +195,7 @@ axes.set(xlabel="tokens/s of all answers together")
 plt.show()
 
 # %% [markdown]
-# In int8 on a CPU each answer is the one that it would be alone:
+# In blocks on a CPU each answer is the one that it would be alone:
 
 # %%
 texts = {way: [answer.text for answer in found] for way, found in answers.items()}

@@ -49,7 +49,7 @@ card("doctor")
 # %% [markdown]
 # How to read it:
 #
-# - **Kernels**. int8 on a CPU with VNNI is the fastest that it has. A model of your own runs in float32 on a CPU unless
+# - **Kernels**. Blocks on a CPU with AVX-512 VNNI are the fastest that it has. A model of your own runs in float32 on a CPU unless
 #   you say `quantization="int8"`; it is several times as slow.
 # - **Memory**. Each sequence takes its part for as many positions as `max_model_len` says. Fewer positions, or
 #   `Limits(max_num_seqs=...)`, make room.
@@ -98,7 +98,7 @@ card("bench", *asked, "--json", "bench.json")
 #   are cheap.
 # - **hits** are rounds after which the draft could go on where it was.
 # - **busy** says who works. Under `parallel` both should be near 100 %.
-# - **identical** counts answers that equal plain's. In int8 on a CPU it is all of them; below the table each difference
+# - **identical** counts answers that equal plain's. In blocks on a CPU it is all of them; below the table each difference
 #   is named, with how close the target's decision was.
 #
 # The file holds every run, for statistics of your own. Here is each prompt: on some a draft gains much, on others nothing.
