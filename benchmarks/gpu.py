@@ -37,7 +37,7 @@ from langchain_card.core.walk import ExactRule
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.ports import Budget, Constraint
-from langchain_card.runtime.attention import ATTENTION_NAME
+from langchain_card.runtime.attention import ATTENTION_NAME, register
 from langchain_card.runtime.grid_steps import compile_layers
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -77,6 +77,7 @@ class Bench:
         )  # fmt: skip
         torch.manual_seed(0)
         with torch.device(self.device):
+            register()
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
         return model.requires_grad_(False).eval()
 

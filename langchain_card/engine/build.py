@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 from langchain_card import plugins
@@ -55,8 +54,8 @@ def start_driver(
     rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
     steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)
     beside, below = choose(config, setting, resources)
-    specs = [] if pair.draft is None or apart else [pair.draft, *pair.stack]
-    model, *drafts = _acquire([pair.target, *specs], resources)
+    model = _acquire(pair.target, resources)
+    drafts = [] if pair.draft is None or apart else [_acquire(spec, resources) for spec in (pair.draft, *pair.stack)]
     threads = ThreadPlan(
         target_on_cpu=pair.target.device.type == "cpu",
         draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
@@ -105,14 +104,11 @@ def start_driver(
     return driver
 
 
-def _acquire(specs: Sequence[ModelSpec], resources: contextlib.ExitStack) -> list[Any]:
-    """Return the models of specs, loaded side by side, and acquired until `resources` is closed."""
-    with ThreadPoolExecutor(len(specs)) as pool:
-        loading = [pool.submit(acquire_model, spec) for spec in specs]
-    for spec, future in zip(specs, loading, strict=True):
-        if future.exception() is None:
-            resources.callback(release_model, spec)
-    return [future.result() for future in loading]
+def _acquire(spec: ModelSpec, resources: contextlib.ExitStack) -> Any:
+    """Return the model of a spec, acquired until `resources` is closed."""
+    model = acquire_model(spec)
+    resources.callback(release_model, spec)
+    return model
 
 
 def _prefixes(

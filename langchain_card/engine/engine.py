@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from typing_extensions import Self
 
 from langchain_card.config import EngineConfig, lossy_note
@@ -23,9 +24,9 @@ from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
-from langchain_card.models.budget import check_budget
+from langchain_card.models.budget import check_budget, free_bytes, weight_bytes
 from langchain_card.models.files import Progress, Silent
-from langchain_card.models.loader import Pair, resolve
+from langchain_card.models.loader import ModelSpec, Pair, begin_loading, drop_loading, resolve
 from langchain_card.models.registry import Registry
 from langchain_card.ports import Backend, Health, Observer
 from langchain_card.text.detokenizer import Detokenizer
@@ -66,7 +67,21 @@ class Engine:
         if observe is not None and self.config.isolate:
             limit = "cannot be watched: the engine works in a process of its own"
             raise InvalidInputError("isolate", True, limit, "leave isolate out")
-        self._pair = pair or resolve(self.config, progress)
+        self._free, self._begun = free_bytes(torch.device("cpu")), list[ModelSpec]()
+        try:
+            self._open(pair or resolve(self.config, progress, None if self.config.isolate else self._begin), progress)
+        finally:
+            for spec in self._begun:
+                drop_loading(spec)
+
+    def _begin(self, spec: ModelSpec) -> None:
+        """Begin to load a model whose checks still run, if there is far more memory than it needs."""
+        if spec.form != "float" and 2 * weight_bytes(spec) < self._free:
+            self._begun.append(spec)
+            begin_loading(spec)
+
+    def _open(self, pair: Pair, progress: Progress | None) -> None:
+        self._pair = pair
         self.tokenizer = self._pair.tokenizer
         self.grammars = Grammars(self.tokenizer, self._pair.vocab_size, self._pair.eos_ids, self.config.limits)
         self._ids = itertools.count()
@@ -95,7 +110,9 @@ class Engine:
             log.warning("%s", lossy_note(self.config.acceptance))
         limits = self.config.limits
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
-        num_seqs = min(check_budget(self._pair, wanted, limits.max_window, SCRATCH), limits.max_step_rows)
+        free = lambda device: self._free if device.type == "cpu" else free_bytes(device)  # noqa: E731 - loading began
+        fitting = check_budget(self._pair, wanted, limits.max_window, SCRATCH, free)
+        num_seqs = min(fitting, limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
         return start_driver(self.config, self._pair, self.grammars.start, resources, progress, self._observe)
 

@@ -21,7 +21,7 @@ from langchain_card.models.gguf import BlockPlace
 from langchain_card.models.safety import weight_files
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0, Q4_K, Q8_0
 from langchain_card.runtime.cpu.blocks.rounding import quantize
-from langchain_card.runtime.cpu.quantized_weights import FileBlocks, StoredTensor
+from langchain_card.runtime.cpu.quantized_weights import FileBlocks, StoredTensor, StoredTensors
 
 INDEX, BLOCKS = "blocks.json", "matrices.blocks"
 _HINT = "remove the model and load it again"
@@ -103,6 +103,8 @@ class BlockWriter:
         beside = self._source.parent in (self._folder, self._folder.parent)  # both may be moved
         name = os.path.relpath(self._source, self._folder) if beside else str(self._source)
         index = {"source": name, "size": self._source.stat().st_size, "tensors": self._table}
+        index |= {"linear": [name for name in self._layout.shapes if name in self._layout.linear]}
+        index |= {"head": self._layout.head, "table": self._layout.table}
         (self._folder / INDEX).write_text(json.dumps(index, separators=(",", ":")))
 
 
@@ -114,7 +116,7 @@ def outer_file(folder: Path) -> Path | None:
     return None if source.parent == folder else source
 
 
-def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+def read_tensors(folder: Path) -> StoredTensors:
     """Return the tensors of a folder of blocks; blocks are mapped when they are used.
 
     Raises:
@@ -129,6 +131,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         index = json.loads(path.read_text())
         source, size = folder / index["source"], index["size"]
         places = {name: BlockPlace(*place) for name, place in index["tensors"].items()}
+        names = index["linear"], index["head"], index["table"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorruptModelError("index", str(path), f"cannot be read ({error})", _HINT) from error
     if not source.is_file() or source.stat().st_size != size:
@@ -138,4 +141,4 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         if offset < 0 or offset + rows * row_size > size or kind not in forms:
             raise CorruptModelError(name, kind, "its blocks do not lie in the file", _HINT)
         tensors[name] = StoredTensor(forms[kind], FileBlocks(source, offset, rows, row_size), tuple(order))
-    return tensors
+    return StoredTensors(tensors, *names)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
 
 from langchain_card.config import NGRAM, QUANTIZATIONS, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
@@ -27,17 +25,18 @@ from langchain_card.models.registry import Registry
 from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
-from langchain_card.runtime.attention import ATTENTION_NAME
-from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
+from langchain_card.runtime.attention import ATTENTION_NAME, register
+from langchain_card.runtime.families import BUILDING, check_family, context_length, empty_model, read_config
 from langchain_card.runtime.grid_steps import compile_layers
 from langchain_card.runtime.threads import single_threaded
+
+if TYPE_CHECKING:
+    from langchain_card.runtime.cpu.quantized_weights import Packing
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_DTYPES = ("auto", "float32")
-
-_building = threading.Lock()  # while it is held, libraries change what a new module is
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +110,15 @@ class Pair:
         return self.vocabularies[0] if self.vocabularies else None
 
 
-def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
+def resolve(
+    config: EngineConfig, progress: Progress | None = None, begin: Callable[[ModelSpec], None] | None = None
+) -> Pair:
     """Find the models on disk and check that they fit together, before any weights are read.
+
+    Args:
+        config: names the models.
+        progress: receives the progress of downloads and conversions.
+        begin: called with each model that this process will load, as soon as it is found; some checks take seconds.
 
     Raises:
         DeviceError: this machine lacks a device.
@@ -122,10 +128,14 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
     """
     devices = find_devices("device", config.device)
     target = _spec(config, "model", config.model, devices, progress)
-    tokenizer = read_tokenizer(target.folder)
+    if begin is not None:
+        begin(target)
+    _check(target, "model")
     model_config = _text_config(target)
     max_len = context_length(model_config)
-    drafts = _drafts(config, target, draft_device(config, devices), progress) if config.has_draft else []
+    found = _drafts(config, target, draft_device(config, devices), progress, begin) if config.has_draft else []
+    tokenizer = read_tokenizer(target.folder)
+    drafts = [(spec, _vocabulary(config, setting, target, spec)) for setting, spec in found]
     alike = [target, *(spec for spec, vocabulary in drafts if vocabulary is None)]
     vocab_size = min(_text_config(spec).vocab_size for spec in alike)
     wanted = config.max_model_len or min(max_len, DEFAULT_MAX_LEN)
@@ -137,16 +147,23 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Pair:
 
 
 def _drafts(
-    config: EngineConfig, target: ModelSpec, device: torch.device, progress: Progress | None
-) -> list[tuple[ModelSpec, VocabularyMap | None]]:
-    """Return the draft model and the models of the stack below it, each with its vocabulary map."""
-    drafts = list[tuple[ModelSpec, VocabularyMap | None]]()
+    config: EngineConfig,
+    target: ModelSpec,
+    device: torch.device,
+    progress: Progress | None,
+    begin: Callable[[ModelSpec], None] | None,
+) -> list[tuple[str, ModelSpec]]:
+    """Return the draft model and the models of the stack below it, each with the setting that names it."""
+    drafts = list[tuple[str, ModelSpec]]()
     levels = [("stack", level.spec) for level in config.levels if level.is_model]
     for setting, name in [("draft_model", config.draft_model or ""), *levels]:
         spec = _spec(config, setting, name, [device], progress)
         if spec != target:
             spec = replace(spec, draft=draft_form.changes(_text_config(spec), spec.form))
-        drafts.append((spec, _vocabulary(config, setting, target, spec)))
+        if begin is not None and config.draft_transport != "process":
+            begin(spec)
+        _check(spec, setting)
+        drafts.append((setting, spec))
     return drafts
 
 
@@ -173,14 +190,17 @@ def _spec(
     if field == "model" and config.kv_dtype == "int8" and not in_int8:  # drafts fall back to floats
         why = f"int8 runs on a CPU in float32, not on {device} in {config.dtype}"
         raise InvalidInputError("kv_dtype", "int8", why, 'use kv_dtype="auto"')
-    spec = ModelSpec(
+    return ModelSpec(
         name, folder, form, device, dtype, passed, tuple(devices[1:]), compiled,
         integer_kv=in_int8 and config.exact != "strict",
     )  # fmt: skip
-    check_family(name, spec.folder, field)
-    if form == "float":
-        find_quantizer(read_config(spec.folder), passed, device)
-    return spec
+
+
+def _check(spec: ModelSpec, field: str) -> None:
+    """Raise unless the engine can run a model, which `field` names."""
+    check_family(spec.name, spec.folder, field)
+    if spec.form == "float":
+        find_quantizer(read_config(spec.folder), spec.quantization, spec.device)
 
 
 def _blocks_run(config: EngineConfig, device: torch.device) -> bool:
@@ -208,11 +228,24 @@ def _vocabulary(config: EngineConfig, field: str, target: ModelSpec, draft: Mode
 
 
 _models: Registry[Any] = Registry(close=lambda model: None)
+_packings = dict[ModelSpec, "Packing"]()  # of models that are being loaded
 
 
 def acquire_model(spec: ModelSpec) -> Any:
     """Return the model of a spec, loaded unless the process holds it. Each call needs a `release_model`."""
     return _models.acquire(spec, lambda: load_model(spec))
+
+
+def begin_loading(spec: ModelSpec) -> None:
+    """Begin to lay out the weights of a model in blocks, which `load_model` takes over; `drop_loading` frees them."""
+    if spec.form != "float" and spec not in _models and spec not in _packings:
+        _packings[spec] = _pack(spec, whole_head=False)
+
+
+def drop_loading(spec: ModelSpec) -> None:
+    """Free what `begin_loading` began for a model that was not loaded after all."""
+    if (packing := _packings.pop(spec, None)) is not None:
+        packing.close()
 
 
 def release_model(spec: ModelSpec) -> None:
@@ -242,7 +275,7 @@ def load_model(spec: ModelSpec, *, fused: bool = True, whole_head: bool = False)
         fused: whether layers with blocks may be replaced by compiled ones, which cannot run in transformers' own loops.
         whole_head: whether a draft keeps all outputs.
     """
-    with single_threaded():
+    with BUILDING, single_threaded():
         model = _load_float(spec) if spec.form == "float" else _load_blocks(spec, fused, whole_head)
     if spec.compiled:
         compile_layers(model)
@@ -263,36 +296,48 @@ def device_map(spec: ModelSpec) -> dict[str, torch.device]:
 
 
 def _load_float(spec: ModelSpec) -> Any:
+    from transformers import AutoModelForCausalLM  # more than a second
+
+    register()
     quantizer = find_quantizer(read_config(spec.folder), spec.quantization, spec.device)
     passed = {"quantization_config": quantizer.quantization_config} if quantizer and not quantizer.pre_quantized else {}
     try:
-        with _building:
-            return AutoModelForCausalLM.from_pretrained(
-                spec.folder,
-                dtype=spec.dtype,
-                device_map=device_map(spec),
-                attn_implementation=ATTENTION_NAME,
-                # Grouped matrix products of experts do not support float64.
-                experts_implementation="eager" if spec.dtype == torch.float64 else None,
-                local_files_only=True,
-                use_safetensors=True,
-                **passed,
-            )
+        return AutoModelForCausalLM.from_pretrained(
+            spec.folder,
+            dtype=spec.dtype,
+            device_map=device_map(spec),
+            attn_implementation=ATTENTION_NAME,
+            # Grouped matrix products of experts do not support float64.
+            experts_implementation="eager" if spec.dtype == torch.float64 else None,
+            local_files_only=True,
+            use_safetensors=True,
+            **passed,
+        )
     except torch.OutOfMemoryError as error:
         raise DeviceError("device", str(spec.device), f"{spec.name} does not fit", "use a smaller model") from error
 
 
 def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
-    from langchain_card.models.block_index import read_tensors
-    from langchain_card.runtime.cpu.blocks.formats import Q4_0  # imports numba, which float weights do not need
-    from langchain_card.runtime.cpu.quantized_weights import read_weights
+    from transformers import AutoModelForCausalLM  # more than a second
 
+    from langchain_card.runtime.cpu.quantized_weights import read_weights  # imports numba
+
+    register()
+    packing = (None if whole_head else _packings.pop(spec, None)) or _pack(spec, whole_head)
     empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
-    with _building, empty:
+    with empty:
         model = AutoModelForCausalLM.from_config(
             read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
         )
-    most = draft_form.HEAD if spec.draft and not whole_head else None
-    form = Q4_0 if spec.draft else None
-    read_weights(model, read_tensors(spec.folder), spec.dtype, form=form, max_outputs=most, fused=fused)
+    read_weights(model, packing, spec.dtype, fused=fused)
     return model
+
+
+def _pack(spec: ModelSpec, whole_head: bool) -> Packing:
+    """Begin to lay out the matrices of a model in blocks."""
+    from langchain_card.models.block_index import read_tensors
+    from langchain_card.runtime.cpu.blocks.formats import Q4_0
+    from langchain_card.runtime.cpu.quantized_weights import Packing  # imports numba, which float weights do not need
+
+    outputs = draft_form.HEAD if spec.draft and not whole_head else None
+    return Packing(read_tensors(spec.folder), Q4_0 if spec.draft else None, outputs)

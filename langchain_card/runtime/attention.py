@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from langchain_card.runtime.rows import AttentionOptions
 
@@ -50,10 +48,10 @@ def card_attention(
     return step.attend(layer, query, key, value, AttentionOptions(scaling, sliding_window, softcap)), None
 
 
-def register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
+def register(name: str = ATTENTION_NAME, attention: Callable[..., tuple[Tensor, None]] = card_attention) -> None:
     """Register a function as an attention implementation of transformers, which then builds no masks for it."""
+    from transformers import AttentionInterface  # more than a second
+    from transformers.masking_utils import AttentionMaskInterface
+
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-
-
-register(ATTENTION_NAME, card_attention)

@@ -9,7 +9,9 @@ shape how many keys a layer may see, which must equal the window that attention 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,13 +21,15 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AutoConfig
 
 from langchain_card.errors import UnsupportedModelError
 
 RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Layer types of transformers with a state that every token changes."""
+
+BUILDING = threading.RLock()
+"""Lock to build models: while an empty one is built, new parameters of all modules are on the meta device."""
 
 _ATTENDING_LAYERS = ("full_attention", "sliding_attention")
 _PROBE_NAME = "card-probe"
@@ -90,7 +94,10 @@ def read_config(folder: Path) -> Any:
 
 def empty_model(config: Any) -> Any:
     """Build the causal language model of a config on the meta device; it takes no memory and cannot compute."""
-    with init_empty_weights(include_buffers=True):
+    from transformers import AutoModelForCausalLM  # more than a second, which `resolve` spends while weights are read
+
+    _register_probe()
+    with BUILDING, init_empty_weights(include_buffers=True):
         # The only implementation of experts whose shapes do not depend on values.
         options = {"attn_implementation": _PROBE_NAME, "experts_implementation": "batched_mm"}
         return AutoModelForCausalLM.from_config(config, **options).eval()
@@ -121,6 +128,8 @@ def check_family(name: str, folder: Path, field: str = "model") -> None:
 
 def _problem(config: Any) -> str:
     """Return the reason why the engine cannot run the model, or ""."""
+    from transformers import AutoModelForCausalLM
+
     if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
         return f"{config.model_type} is not a causal language model"
     text = config.get_text_config()
@@ -225,5 +234,10 @@ def _counts(counts: Counter[str], kinds: Iterable[str]) -> str:
     return ", ".join(f"{counts[kind]} {kind}" for kind in sorted(kinds) if counts[kind])
 
 
-AttentionInterface.register(_PROBE_NAME, _probe_attention)
-AttentionMaskInterface.register(_PROBE_NAME, _marked_mask)
+@functools.cache
+def _register_probe() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_PROBE_NAME, _probe_attention)
+    AttentionMaskInterface.register(_PROBE_NAME, _marked_mask)

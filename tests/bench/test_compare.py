@@ -29,7 +29,6 @@ from langchain_card.cli import main
 from langchain_card.config import EngineConfig, Pins
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CorruptModelError, EngineError, InvalidInputError
-from langchain_card.models import budget
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -325,7 +324,7 @@ def test_an_empty_set_of_prompts_and_a_pair_that_does_not_fit(
     (tmp_path / "empty.jsonl").write_text("\n")
     assert main(["bench", "--prompts", str(tmp_path / "empty.jsonl")]) == 2
     assert "holds no prompt" in capsys.readouterr().err
-    monkeypatch.setattr(budget.check_budget, "__defaults__", (lambda device: 1 << 20,))
+    monkeypatch.setattr("langchain_card.engine.engine.free_bytes", lambda device: 1 << 20)
     own = ["--model", pair.model, "--draft-model", str(pair.draft_model), "--dtype", "float64"]
     assert main(["bench", *own, "--methods", "plain"]) == 2
     assert "GiB are free" in capsys.readouterr().err

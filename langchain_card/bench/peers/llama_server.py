@@ -50,7 +50,7 @@ if os.getppid() == parent:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """The events of one answer.
 
     Attributes:
@@ -73,7 +73,7 @@ class Answer:
         return {"acceptance": accepted / drafted, "accepted_length": len(self.token_ids) / passes}
 
 
-def read_events(name: str, lines: Iterable[tuple[float, bytes]]) -> Answer:
+def read_events(name: str, lines: Iterable[tuple[float, bytes]]) -> ServerAnswer:
     """Return the answer in the lines of a stream of events, with the time at which each line came.
 
     Raises:
@@ -96,7 +96,7 @@ def read_events(name: str, lines: Iterable[tuple[float, bytes]]) -> Answer:
     times, later = [now] * total, now
     for at in reversed(range(total)):  # a token without an event came with the next one
         times[at] = later = found[at][1] if at in found else later
-    return Answer(token_ids, times, timings)
+    return ServerAnswer(token_ids, times, timings)
 
 
 class LlamaServer:
@@ -140,7 +140,7 @@ class LlamaServer:
         self._start()
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> Run:
-        """Answer a prompt. Nothing is reused between answers but the tables of n-grams of one `repeat`."""
+        """ServerAnswer a prompt. Nothing is reused between answers but the tables of n-grams of one `repeat`."""
         if self._learns and self._repeat not in (None, repeat):
             self.close()
             self._start()

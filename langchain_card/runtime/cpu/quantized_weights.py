@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,48 +126,82 @@ class _Stack(NamedTuple):
         ]
 
 
-def read_weights(
-    model: Any,
-    tensors: Mapping[str, StoredTensor],
-    dtype: torch.dtype,
-    *,
-    form: int | None = None,
-    max_outputs: int | None = None,
-    fused: bool = True,
-) -> None:
+class StoredTensors(dict[str, StoredTensor]):
+    """A model's tensors by name.
+
+    Args:
+        tensors: the head may be missing if it is the embedding table.
+        linear: names of the matrices of linear layers, in the model's order.
+        head: name of the head's matrix, or "".
+        table: name of the embedding table, or "".
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], linear: Sequence[str], head: str, table: str) -> None:
+        super().__init__(tensors)
+        self.linear, self.head, self.table = linear, head, table
+
+    def with_head(self, outputs: int | None) -> StoredTensors:
+        """Return the tensors with the head's first outputs; if there is no head, it is the embedding table."""
+        found = self.get(self.head, self.get(self.table))
+        if not self.head or found is None:
+            return self
+        return StoredTensors({**self, self.head: found.head(outputs)}, self.linear, self.head, self.table)
+
+
+class Packing:
+    """The matrices of a model's linear layers, which threads lay out for the kernel from the moment that this is made.
+
+    That is most of the time of loading, and needs no model: other work goes on meanwhile.
+
+    Args:
+        tensors: of the model.
+        form: format to which blocks are rounded that have more bits; None to take them as they are.
+        max_outputs: rows of the head to keep; None for all.
+    """
+
+    def __init__(self, tensors: StoredTensors, form: int | None = None, max_outputs: int | None = None) -> None:
+        self.tensors, self.max_outputs = tensors.with_head(max_outputs), max_outputs
+        found = [name for name in tensors.linear if name in self.tensors and self.tensors[name].form is not None]
+        names = [name.removesuffix(".weight") for name in found]
+        stacks = [_stack(self.tensors, group, form) for group in _stacks(self.tensors, names)]
+        sizes = [sum(stack.sizes_of_parts) for stack in stacks]
+        arena, begins = empty_bytes(sum(sizes)), itertools.accumulate(sizes, initial=0)
+        self._pool = ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,))
+        self._packed = [
+            (stack, self._pool.submit(_pack, stack, begin, arena)) for stack, begin in zip(stacks, begins, strict=False)
+        ]
+        self._pool.shutdown(wait=False)
+
+    def layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield names and layers, each as soon as its matrix is laid out."""
+        for stack, weights in self._packed:
+            yield from zip(stack.names, _layers(self.tensors, stack, weights.result()), strict=True)
+
+    def close(self) -> None:
+        """Lay out no more matrices."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_weights(model: Any, packing: Packing, dtype: torch.dtype, *, fused: bool = True) -> None:
     """Load weights into an empty model: matrices of linear layers as they are stored, and the rest in `dtype`.
 
     Args:
         model: a model on the meta device, except for its buffers.
-        tensors: the model's tensors by name. The head may be missing if it is the embedding table.
+        packing: of the model's tensors.
         dtype: type of norms, biases and embedding tables that are not in blocks.
-        form: format to which blocks are rounded that have more bits; None to take them as they are.
-        max_outputs: rows of the head to keep; None for all.
         fused: whether decoder layers of the common kind become one compiled call each.
 
     Raises:
         CorruptModelError: a tensor is missing or has another shape than the model's.
     """
-    tensors = _with_head(model, tensors, max_outputs)
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for name, module in linear.items():
-        _check(tensors, name, module, max_outputs if module is model.get_output_embeddings() else None)
-    for name in [name for name in linear if tensors[f"{name}.weight"].form is None]:
-        weight, bias = tensors[f"{name}.weight"].floats().float(), tensors.get(f"{name}.bias")
-        model.set_submodule(name, FloatLinear(weight, None if bias is None else bias.floats().float()))
-        del linear[name]
-    stacks = [_stack(tensors, names, form) for names in _stacks(tensors, linear)]
-    arena, begin = empty_bytes(sum(sum(stack.sizes_of_parts) for stack in stacks)), 0
-    begins = []
-    for stack in stacks:
-        begins.append(begin)
-        begin += sum(stack.sizes_of_parts)
-    # Laying the blocks out is most of the time, and runs on one core.
-    with ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,)) as pool:
-        packed = pool.map(_pack, stacks, begins, [arena] * len(stacks))
-        for stack, weights in zip(stacks, packed, strict=True):
-            for name, layer in zip(stack.names, _layers(tensors, stack, weights), strict=True):
-                model.set_submodule(name, layer)
+    tensors = packing.tensors
+    for name, module in [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
+        _check(tensors, name, module, packing.max_outputs if module is model.get_output_embeddings() else None)
+        if tensors[f"{name}.weight"].form is None:
+            weight, bias = tensors[f"{name}.weight"].floats().float(), tensors.get(f"{name}.bias")
+            model.set_submodule(name, FloatLinear(weight, None if bias is None else bias.floats().float()))
+    for name, layer in packing.layers():
+        model.set_submodule(name, layer)
     for name, module in list(model.named_modules()):
         table = tensors.get(f"{name}.weight")
         if isinstance(module, nn.Embedding) and table is not None and table.form is not None:
@@ -180,20 +215,10 @@ def read_weights(
         fuse_layers(model.get_decoder())
 
 
-def _with_head(model: Any, tensors: Mapping[str, StoredTensor], outputs: int | None) -> Mapping[str, StoredTensor]:
-    """Cut the head to its first outputs. If the file has none, it is the embedding table."""
-    names = {module: f"{name}.weight" for name, module in model.named_modules()}
-    head, table = (names.get(own, "") for own in (model.get_output_embeddings(), model.get_input_embeddings()))
-    found = tensors.get(head, tensors.get(table))
-    if not head or found is None:
-        return tensors
-    return {**tensors, head: found.head(outputs)}
-
-
-def _check(tensors: Mapping[str, StoredTensor], name: str, module: nn.Linear, most: int | None) -> None:
+def _check(tensors: StoredTensors, name: str, module: nn.Linear, most: int | None) -> None:
     """Raise unless a layer's matrix is there in its shape. Blocks have whole groups of features."""
     own, features = f"{name}.weight", module.in_features
-    if own not in tensors:
+    if own not in tensors or own not in tensors.linear:
         raise CorruptModelError("weights", own, "is missing", _HINT)
     if tensors[own].form is not None:
         features = tensors[own].shape[1] if 0 <= tensors[own].shape[1] - features < BLOCK else features
