@@ -23,31 +23,42 @@ from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import num_cores, use_threads
 
 ROWS = 32
+ANSWERED = (("prompt", "canonical_solution"), ("question", "answer"), ("text", "code"))
+"""Keys of question and answer in sets that have both."""
 
 
 @dataclass
 class Quality:
-    """Sums over teacher-forced tokens, in float32 and in one form."""
+    """Losses of teacher-forced tokens in float32 and in one form, and the tokens where both choose the same."""
 
-    tokens: int = 0
-    agreed: int = 0
-    loss_float: float = 0.0
-    loss: float = 0.0
+    tokens: int
+    agreed: int
+    loss_float: torch.Tensor
+    loss: torch.Tensor
 
     @property
     def agreement(self) -> float:
         return self.agreed / self.tokens
 
     @property
-    def perplexities(self) -> tuple[float, float]:
-        return math.exp(self.loss_float / self.tokens), math.exp(self.loss / self.tokens)
+    def increase(self) -> float:
+        """Relative increase of the perplexity."""
+        return math.expm1(float((self.loss - self.loss_float).mean()))
+
+    def __str__(self) -> str:
+        error = float((self.loss - self.loss_float).std()) / math.sqrt(self.tokens)
+        perplexities = [math.exp(float(loss.mean())) for loss in (self.loss_float, self.loss)]
+        return (
+            f"{self.tokens} tokens, top-1 agreement {self.agreement:.4f}, perplexity {perplexities[0]:.4f} float32, "
+            f"{perplexities[1]:.4f} ({100 * self.increase:+.2f} +- {100 * error:.2f} %)"
+        )
 
 
 def texts(path: Path, count: int) -> list[tuple[str, str]]:
     """Return question and answer of each row."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
-    keys: tuple[str, str] = ("prompt", "canonical_solution") if "prompt" in rows[0] else ("question", "answer")
-    return [(row[keys[0]], row[keys[1]]) for row in rows]
+    question, answer = next(pair for pair in ANSWERED if rows[0].keys() >= {*pair})
+    return [(row[question], row[answer]) for row in rows]
 
 
 @contextmanager
@@ -82,13 +93,10 @@ def measure(model: str, forms: list[str], sets: dict[str, list[tuple[str, str]]]
                 if form is None:
                     floats[name] = found
                     continue
-                quality = Quality()
-                for (loss_float, choice_float), (loss, choice) in zip(floats[name], found, strict=True):
-                    quality.tokens += len(loss)
-                    quality.agreed += int((choice_float == choice).sum())
-                    quality.loss_float += float(loss_float.sum())
-                    quality.loss += float(loss.sum())
-                yield form, name, quality
+                (loss_float, choice_float), (loss, choice) = (
+                    tuple(torch.cat(parts) for parts in zip(*side, strict=True)) for side in (floats[name], found)
+                )
+                yield form, name, Quality(len(loss), int((choice_float == choice).sum()), loss_float, loss)
 
 
 def _encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
@@ -105,13 +113,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--forms", nargs="+", default=["file", "int8"], help="values of quantization")
     args = parser.parse_args()
-    for form, name, q in measure(args.model, args.forms, {path.stem: texts(path, args.count) for path in args.prompts}):
-        in_float, in_form = q.perplexities
-        print(
-            f"{args.model} {name}: {q.tokens} tokens, {form}: top-1 agreement {q.agreement:.4f}, "
-            f"perplexity {in_float:.4f} float32, {in_form:.4f} {form} ({100 * (in_form / in_float - 1):+.2f} %)",
-            flush=True,
-        )
+    sets = {path.stem: texts(path, args.count) for path in args.prompts}
+    for form, name, quality in measure(args.model, args.forms, sets):
+        print(f"{args.model} {name}, {form}: {quality}", flush=True)
 
 
 if __name__ == "__main__":

@@ -158,11 +158,9 @@ def test_blocks_keep_the_quality_of_float32(
     """Floors under what was measured (docs/LOG.md), teacher-forced on forty question and answer rows."""
     sets = {PROMPTS.stem: quality.texts(PROMPTS, 40)} if "CARD_PROMPTS" in os.environ else {"own": own_rows()}
     for form, name, seen in quality.measure(model, ["file", "int8"], sets):
-        in_float, rounded = seen.perplexities
-        figures = f"{seen.tokens} tokens, agreement {seen.agreement:.4f}, {in_float:.4f} -> {rounded:.4f}"
-        say(f"{model} {name}, {form}: {figures}")
+        say(f"{model} {name}, {form}: {seen}")
         assert seen.agreement >= agreement
-        assert rounded / in_float - 1 <= loss
+        assert seen.increase <= loss
 
 
 def own_rows() -> list[tuple[str, str]]:
