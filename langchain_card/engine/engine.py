@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _DRAIN_POLL_SECONDS = 0.02
 
 
@@ -67,7 +68,7 @@ class Engine:
         if observe is not None and self.config.isolate:
             limit = "cannot be watched: the engine works in a process of its own"
             raise InvalidInputError("isolate", True, limit, "leave isolate out")
-        self._free, self._begun = free_bytes(torch.device("cpu")), list[ModelSpec]()
+        self._begun, self._free = list[ModelSpec](), 0
         try:
             self._open(pair or resolve(self.config, progress, None if self.config.isolate else self._begin), progress)
         finally:
@@ -75,10 +76,12 @@ class Engine:
                 drop_loading(spec)
 
     def _begin(self, spec: ModelSpec) -> None:
-        """Begin to load a model whose checks still run, if there is far more memory than it needs."""
-        if spec.form != "float" and 2 * weight_bytes(spec) < self._free:
+        """Begin to load a model whose checks still run, if there is far more memory than that takes."""
+        if not self._begun:
+            self._free = free_bytes(_CPU)
+        needed = sum(map(weight_bytes, [*self._begun, spec])) if spec.form != "float" else 0
+        if 0 < 2 * needed < self._free and begin_loading(spec):
             self._begun.append(spec)
-            begin_loading(spec)
 
     def _open(self, pair: Pair, progress: Progress | None) -> None:
         self._pair = pair
@@ -110,7 +113,7 @@ class Engine:
             log.warning("%s", lossy_note(self.config.acceptance))
         limits = self.config.limits
         wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
-        free = lambda device: self._free if device.type == "cpu" else free_bytes(device)  # noqa: E731 - loading began
+        free = (lambda device: self._free if device == _CPU else free_bytes(device)) if self._begun else free_bytes
         fitting = check_budget(self._pair, wanted, limits.max_window, SCRATCH, free)
         num_seqs = min(fitting, limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))

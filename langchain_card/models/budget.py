@@ -1,4 +1,4 @@
-"""Memory budget: add up what an engine needs and compare it with what is free, before any weights are read.
+"""Memory budget: add up what an engine needs and compare it with what is free before weights are read.
 
 A device holds the weights of its models, KV for every sequence at its full length, and working memory. KV counts at
 full length although a CPU takes its pages only when they are written: memory must not run out in mid-answer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
 from langchain_card.runtime.attention import ATTENTION_NAME, register
-from langchain_card.runtime.families import BUILDING, check_family, context_length, empty_model, read_config
+from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
 from langchain_card.runtime.grid_steps import compile_layers
 from langchain_card.runtime.threads import single_threaded
 
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_DTYPES = ("auto", "float32")
+
+_building = threading.Lock()
+"""Lock to load one model at a time: meanwhile, new parameters of all threads' modules may be on the meta device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class Pair:
 def resolve(
     config: EngineConfig, progress: Progress | None = None, begin: Callable[[ModelSpec], None] | None = None
 ) -> Pair:
-    """Find the models on disk and check that they fit together, before any weights are read.
+    """Find the models on disk and check that they fit together. Weights are not read.
 
     Args:
         config: names the models.
@@ -229,6 +233,7 @@ def _vocabulary(config: EngineConfig, field: str, target: ModelSpec, draft: Mode
 
 _models: Registry[Any] = Registry(close=lambda model: None)
 _packings = dict[ModelSpec, "Packing"]()  # of models that are being loaded
+_beginning = threading.Lock()
 
 
 def acquire_model(spec: ModelSpec) -> Any:
@@ -236,10 +241,17 @@ def acquire_model(spec: ModelSpec) -> Any:
     return _models.acquire(spec, lambda: load_model(spec))
 
 
-def begin_loading(spec: ModelSpec) -> None:
-    """Begin to lay out the weights of a model in blocks, which `load_model` takes over; `drop_loading` frees them."""
-    if spec.form != "float" and spec not in _models and spec not in _packings:
+def begin_loading(spec: ModelSpec) -> bool:
+    """Begin to lay out the weights of a model in blocks, which `load_model` takes over; `drop_loading` frees them.
+
+    Returns:
+        False if there is nothing to begin: the model is loaded or being loaded, or its weights are floats.
+    """
+    with _beginning:
+        if spec.form == "float" or spec in _models or spec in _packings:
+            return False
         _packings[spec] = _pack(spec, whole_head=False)
+        return True
 
 
 def drop_loading(spec: ModelSpec) -> None:
@@ -275,17 +287,18 @@ def load_model(spec: ModelSpec, *, fused: bool = True, whole_head: bool = False)
         fused: whether layers with blocks may be replaced by compiled ones, which cannot run in transformers' own loops.
         whole_head: whether a draft keeps all outputs.
     """
-    with BUILDING, single_threaded():
-        model = _load_float(spec) if spec.form == "float" else _load_blocks(spec, fused, whole_head)
-    if spec.compiled:
-        compile_layers(model)
-    if spec.draft and spec.form == "float" and not whole_head:
-        draft_form.cut_head(model)
-    if spec.form != "float" and fused:
-        from langchain_card.runtime.cpu import fused_layers  # imports numba, which float weights do not need
+    with _building:
+        with single_threaded():
+            model = _load_float(spec) if spec.form == "float" else _load_blocks(spec, fused, whole_head)
+        if spec.compiled:
+            compile_layers(model)
+        if spec.draft and spec.form == "float" and not whole_head:
+            draft_form.cut_head(model)
+        if spec.form != "float" and fused:
+            from langchain_card.runtime.cpu import fused_layers  # imports numba, which float weights do not need
 
-        fused_layers.stack_layers(model.get_decoder())
-    return model.requires_grad_(False).eval()
+            fused_layers.stack_layers(model.get_decoder())
+        return model.requires_grad_(False).eval()
 
 
 def device_map(spec: ModelSpec) -> dict[str, torch.device]:
@@ -323,17 +336,22 @@ def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
     from langchain_card.runtime.cpu.quantized_weights import read_weights  # imports numba
 
     register()
-    packing = (None if whole_head else _packings.pop(spec, None)) or _pack(spec, whole_head)
-    empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
-    with empty:
-        model = AutoModelForCausalLM.from_config(
-            read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
-        )
-    read_weights(model, packing, spec.dtype, fused=fused)
+    packing = (None if whole_head else _packings.get(spec)) or _pack(spec, whole_head=whole_head)
+    try:
+        empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
+        with empty:
+            model = AutoModelForCausalLM.from_config(
+                read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
+            )
+        read_weights(model, packing, spec.dtype, fused=fused)
+    finally:
+        packing.close()
+        if _packings.get(spec) is packing:
+            del _packings[spec]
     return model
 
 
-def _pack(spec: ModelSpec, whole_head: bool) -> Packing:
+def _pack(spec: ModelSpec, *, whole_head: bool) -> Packing:
     """Begin to lay out the matrices of a model in blocks."""
     from langchain_card.models.block_index import read_tensors
     from langchain_card.runtime.cpu.blocks.formats import Q4_0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,9 +26,6 @@ from langchain_card.errors import UnsupportedModelError
 
 RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Layer types of transformers with a state that every token changes."""
-
-BUILDING = threading.RLock()
-"""Lock to build models: while an empty one is built, new parameters of all modules are on the meta device."""
 
 _ATTENDING_LAYERS = ("full_attention", "sliding_attention")
 _PROBE_NAME = "card-probe"
@@ -97,7 +93,7 @@ def empty_model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM  # more than a second, which `resolve` spends while weights are read
 
     _register_probe()
-    with BUILDING, init_empty_weights(include_buffers=True):
+    with init_empty_weights(include_buffers=True):
         # The only implementation of experts whose shapes do not depend on values.
         options = {"attn_implementation": _PROBE_NAME, "experts_implementation": "batched_mm"}
         return AutoModelForCausalLM.from_config(config, **options).eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError
 from langchain_card.models import loader
 from langchain_card.models.loader import begin_loading, drop_loading, load_model, resolve
-from langchain_card.runtime.families import empty_model, read_config
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,16 +26,18 @@ def make_pair(folder: Path) -> EngineConfig:
 
 def test_an_engine_loads_what_was_begun_while_it_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[str]()
-    monkeypatch.setattr(engine, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec)))
+    monkeypatch.setattr(engine, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec))[1])
     config = make_pair(tmp_path)
+    packed, pack = list[str](), loader._pack
+    monkeypatch.setattr(loader, "_pack", lambda spec, **rest: (packed.append(spec.name), pack(spec, **rest))[1])
     with Engine(config):
-        assert begun == [config.model, config.draft_model] and not loader._packings
+        assert begun == packed == [config.model, config.draft_model] and not loader._packings
 
 
 @pytest.mark.slow
 def test_what_other_processes_load_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[str]()
-    monkeypatch.setattr(engine, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec)))
+    monkeypatch.setattr(engine, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec))[1])
     config = make_pair(tmp_path)
     with Engine(replace(config, isolate=True)):
         assert not begun
@@ -66,7 +67,7 @@ def test_weights_that_were_begun_are_those_that_are_loaded(tmp_path: Path) -> No
     spec = resolve(make_pair(tmp_path)).draft
     assert spec is not None
     plain = load_model(spec)
-    begin_loading(spec)
+    assert begin_loading(spec) and not begin_loading(spec)
     early = load_model(spec)
     for name, module in plain.named_modules():
         if hasattr(module, "weights"):
@@ -78,20 +79,10 @@ def test_weights_that_were_begun_are_those_that_are_loaded(tmp_path: Path) -> No
     assert not loader._packings
 
 
-def test_a_model_is_loaded_while_others_are_checked(tmp_path: Path) -> None:
-    """An empty model that is built on one thread must not make parameters of another's model empty."""
-    spec = resolve(make_pair(tmp_path)).target
-    config, enough = read_config(spec.folder), threading.Event()
-
-    def check() -> None:
-        while not enough.is_set():
-            empty_model(config)
-
-    thread = threading.Thread(target=check)
-    thread.start()
-    try:
-        for _ in range(20):
-            assert all(not parameter.is_meta for parameter in load_model(spec).parameters())
-    finally:
-        enough.set()
-        thread.join()
+def test_models_that_are_loaded_at_once_get_their_weights(tmp_path: Path) -> None:
+    """While one thread builds an empty model, parameters of another's model must not become empty."""
+    pair = resolve(make_pair(tmp_path))
+    assert pair.draft is not None
+    with ThreadPoolExecutor(2) as pool:
+        models = pool.map(load_model, [pair.target, pair.draft] * 10)
+    assert all(not parameter.is_meta for model in models for parameter in model.parameters())
