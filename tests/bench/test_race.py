@@ -169,7 +169,9 @@ def test_the_script_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert {row.group for row in race.of("own").rows} == {0, 1} and len(race.of("own").rows) == 4
     assert race.about["bandwidth"] == 4e10 and race.about["bytes_a_pass"] is None
     written = file.read_text()
+    monkeypatch.setattr(machine, "memory_bandwidth", lambda: 3e10)
     script.main(["own", *asked])
+    assert load_race(file).about["bandwidth"] == 4e10, "the highest of both"
     assert json.loads(file.read_text())["rows"] == json.loads(written)["rows"], "nothing is run twice"
 
 
