@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ from langchain_card.bench.peers.peer import versions_of
 from langchain_card.bench.race import CARD, details, losses, resumed, run_race, speed
 from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
-from langchain_card.errors import CARDError
+from langchain_card.errors import CARDError, InvalidInputError
 from langchain_card.models.store import ModelStore
 
 METHODS = (CARD, *PEER_OPTIONS)
@@ -45,7 +47,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def describe(args: argparse.Namespace, given: list[str], fields: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    args: argparse.Namespace, given: list[str], fields: dict[str, Any], sets: dict[str, list[str]]
+) -> dict[str, Any]:
     """Return the description of a race, without what is measured."""
     return {
         "command": shlex.join(["python", "benchmarks/race.py", *given]),
@@ -54,6 +58,7 @@ def describe(args: argparse.Namespace, given: list[str], fields: dict[str, Any])
         "engine": fields,
         "asked": {"max_tokens": args.max_tokens, "count": args.count, "skip": args.skip},
         "files": args.sets,
+        "texts": hashlib.sha256(json.dumps(sets).encode()).hexdigest(),
         "options": {name: dict(PEER_OPTIONS[name]) for name in PEER_OPTIONS},
     }
 
@@ -64,7 +69,11 @@ def main(given: list[str]) -> None:
     config = EngineConfig(**fields)
     names = check_methods(tuple(args.methods), config, batch=1)
     sets = prompts.named_sets(args.sets, args.count, args.skip)
-    race = resumed(args.json, describe(args, given, fields))
+    race = resumed(args.json, describe(args, given, fields, sets))
+    if race.sets and all(
+        len(race.of(name).of(method)) == len(texts) for name, texts in sets.items() for method in names
+    ):
+        raise InvalidInputError("--json", str(args.json), "holds a complete race", "delete it, or name another file")
     measured = machine.memory_bandwidth()  # before models take the memory; other programs can only lower it
     race.about["bandwidth"] = max(measured, race.about.get("bandwidth", 0.0))
     print(f"memory: {race.about['bandwidth'] / 1e9:.1f} GB/s", flush=True)

@@ -38,7 +38,8 @@ def page(race: Race) -> str:
     command = f"<!-- runs: not in CI, needs the peers and an hour -->\n```console\n$ {race.about['command']}\n```"
     measured = f"Measured on {machine['processor']}, {machine['cores']} cores, {machine['memory']} ({versions})."
     lists = [*_conditions(race), *(f"*{name}* was left out: {why}" for name, why in race.failed.items())]
-    lost = losses(race) or ["None: no peer was faster than `card`, and none decoded plainly faster than `plain`."]
+    none = "None: no peer was faster than `card`, and none decoded plainly faster than `plain`."
+    lost = losses(race) or [none if peers_of(race) else "No peer took part."]
     parts = [command, measured, markdown_table([*summary(race)]), markdown_table([*details(race)]), _listed(lists)]
     return "\n\n".join([*parts, "Losses (medians, 95 % bounds):", _listed(lost)])
 
@@ -59,6 +60,10 @@ def _conditions(race: Race) -> list[str]:
         )
     notes.append(
         "*Times own plain* of `card` is over `plain`; that of a peer is over the same package without a draft."
+    )
+    notes.append(
+        "This engine remembers earlier prompts, answers and what its controller learned, as in normal use. Peers read "
+        "each prompt anew, which their first token shows."
     )
     return notes
 

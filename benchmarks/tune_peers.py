@@ -158,11 +158,12 @@ class Tuning:
         better = order[: (len(grid) + 1) // 2]
         for options in (options for options in reversed(grid) if options in better):
             self._measure(method, options, self._places(1))
-        works = [options for options in better if key(method, options) not in self._state["failed"]]
+        failed = self._state["failed"]
+        works = [options for options in order if key(method, options) not in failed]
         if not works:
-            why = self._state["failed"][key(method, grid[0])]
+            why = failed[key(method, grid[0])]
             raise InvalidInputError("--methods", method, f"failed with every setting ({why})", "leave it out")
-        return max(works, key=lambda options: self.score(method, options))
+        return max([each for each in works if each in better] or works, key=lambda each: self.score(method, each))
 
     def _places(self, number: int) -> list[str]:
         """Return the prompts of a round as "SET INDEX"."""

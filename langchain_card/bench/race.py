@@ -19,7 +19,7 @@ from langchain_card.bench.method_table import PEERS, PLAIN
 from langchain_card.errors import InvalidInputError
 
 CARD = "card"
-_SAME = ("machine", "engine", "asked", "files", "options")
+_SAME = ("machine", "packages", "engine", "asked", "files", "texts", "options")
 """Parts of a race's description that must not change when it goes on."""
 
 _GIB = 1 << 30
@@ -30,8 +30,8 @@ class Race:
     """The results of a race, complete or not.
 
     Attributes:
-        about: command, machine, packages, engine, what was asked, files of the sets, options of the peers, bandwidth,
-            and bytes that a pass reads.
+        about: command, machine, packages, engine, what was asked, files of the sets and a hash of their texts, options
+            of the peers, bandwidth, and bytes that a pass reads.
         weights: number formats by method, in words.
         sets: results by set. Their rows' `group` is the index of the prompt.
         failed: errors of the methods that were left out, by name.
@@ -89,7 +89,9 @@ def run_race(
     max_tokens: int,
     report: Callable[[str, int], None],
 ) -> None:
-    """Let each method answer each prompt once, in turns whose order changes. What the race holds is not run again.
+    """Let each method answer each prompt once, in turns whose order changes. Whole turns are not run again.
+
+    A turn that lacks a method is: methods are compared only where they ran side by side.
 
     Args:
         race: receives the runs.
@@ -105,9 +107,10 @@ def run_race(
         results = race.of(name)
         for group, prompt in enumerate(ids):
             done = {row.method for row in results.rows if row.group == group}
-            if missing := [method for method in methods if method.name not in done]:
+            if any(method.name not in done for method in methods):
+                results.rows[:] = [row for row in results.rows if row.group != group]
                 try:
-                    turn(results, missing, [prompt], max_tokens, group, 0)
+                    turn(results, methods, [prompt], max_tokens, group, 0)
                 finally:
                     report(name, group)
 
@@ -124,8 +127,10 @@ def peers_of(race: Race) -> dict[str, list[str]]:
 
 
 def fastest(results: Comparison, methods: Sequence[str]) -> str:
-    """Return the method with the highest `speed`; "" if none has runs."""
-    return max((name for name in methods if results.of(name)), key=lambda name: speed(results, name), default="")
+    """Return the method with the highest `speed` of those that answered every prompt; "" if there are none."""
+    every = len(results.of(PLAIN))
+    whole = [name for name in methods if len(results.of(name)) == every > 0]
+    return max(whole, key=lambda name: speed(results, name), default="")
 
 
 def summary(race: Race) -> Iterator[tuple[str, ...]]:

@@ -16,8 +16,17 @@ from langchain_card.bench.compare import Comparison, Row, conditions
 from langchain_card.bench.machine import bytes_a_pass, memory_bandwidth
 from langchain_card.bench.method import Run
 from langchain_card.bench.prompts import chat_ids, find, named_sets
-from langchain_card.bench.race import Race, bandwidth_share, details, load_race, losses, resumed, run_race, summary
-from langchain_card.config import EngineConfig
+from langchain_card.bench.race import (
+    Race,
+    bandwidth_share,
+    details,
+    fastest,
+    load_race,
+    losses,
+    resumed,
+    run_race,
+    summary,
+)
 from langchain_card.errors import EngineError, InvalidInputError
 from langchain_card.models.gguf import open_gguf
 from langchain_card.models.store import ModelStore
@@ -32,6 +41,7 @@ ABOUT: dict[str, Any] = {
     "engine": {"model": "m"},
     "asked": {"max_tokens": 4, "count": 2, "skip": 0},
     "files": ["code", "chat"],
+    "texts": "a hash",
     "options": {"llama-server": {"flash-attn": "on"}},
     "bandwidth": 40e9,
     "bytes_a_pass": 1e9,
@@ -54,7 +64,7 @@ class Timed:
             raise self._error
         self.prompts.append(prompts[0][0])
         answer = (1, 2, 3, 4) if "ngram" not in self.name else (1, 2, 3, 5)
-        return Run((answer,), 0.1, 3 / SPEEDS[self.name], 3, peak=1 << 30, figures={"acceptance": 0.5})
+        return Run((answer,), 0.1, 3 / SPEEDS.get(self.name, 10.0), 3, peak=1 << 30, figures={"acceptance": 0.5})
 
 
 def raced(methods: Sequence[Timed]) -> Race:
@@ -79,7 +89,8 @@ def test_a_race_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     assert sum(len(found.rows) for found in later.sets.values()) == sum(len(each.prompts) for each in first)
     run_race(later, second, PROMPTS, 4, lambda *_: later.save(file))
     for before, after in zip(first, second, strict=True):
-        assert sorted(before.prompts + after.prompts) == [1, 2, 3, 4], "each prompt once"
+        assert before.prompts[:2] == [1, 2] and after.prompts == [3, 4], "a turn that was cut short is run again"
+    assert all(len(found.rows) == 2 * len(SPEEDS) for found in later.sets.values())
     assert [*summary(load_race(file))] == [*summary(raced([Timed(name) for name in SPEEDS]))]
 
 
@@ -128,7 +139,16 @@ def test_losses_are_kept(race: Race) -> None:
         "code: card was 0.80 times llama-server-draft.",
     ]
     assert len(losses(race)) == 4 and all(line in page.page(race) for line in losses(race))
-    assert "None: no peer was faster" in page.page(raced([Timed("plain"), Timed("card")]))
+    slow = Timed("openvino")
+    assert "No peer took part" in page.page(raced([Timed("plain"), Timed("card")]))
+    assert "None: no peer was faster" in page.page(raced([Timed("plain"), Timed("card"), slow]))
+
+
+def test_a_peer_that_missed_a_prompt_is_not_the_best(race: Race) -> None:
+    code = race.of("code")
+    assert fastest(code, ["llama-server", "llama-server-draft"]) == "llama-server-draft"
+    code.rows.remove(code.of("llama-server-draft")[1])
+    assert fastest(code, ["llama-server", "llama-server-draft"]) == "llama-server"
 
 
 def test_the_pages_are_filled_between_their_marks(race: Race, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +188,15 @@ def test_the_script_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     race = load_race(file)
     assert {row.group for row in race.of("own").rows} == {0, 1} and len(race.of("own").rows) == 4
     assert race.about["bandwidth"] == 4e10 and race.about["bytes_a_pass"] is None
-    written = file.read_text()
+    written = json.loads(file.read_text())
+    kept = written["rows"]["own"][:2]
+    file.write_text(json.dumps(written | {"rows": {"own": written["rows"]["own"][:3]}}))
     monkeypatch.setattr(machine, "memory_bandwidth", lambda: 3e10)
     script.main(["own", *asked])
     assert load_race(file).about["bandwidth"] == 4e10, "the highest of both"
-    assert json.loads(file.read_text())["rows"] == json.loads(written)["rows"], "nothing is run twice"
+    assert json.loads(file.read_text())["rows"]["own"][:2] == kept, "a whole turn is not run again"
+    with pytest.raises(InvalidInputError, match="holds a complete race"):
+        script.main(["own", *asked])
 
 
 def test_sets_are_named(tmp_path: Path) -> None:
@@ -219,4 +243,4 @@ def test_bench_says_what_a_peer_gains_over_its_own_plain_decoding(race: Race) ->
     )
     assert any("0 of 2 answers are equal" in line for line in said if line.startswith("llama-server-ngram"))
     alone = Comparison({"plain": "none"}, [Row("plain", 0, 0, Run(((1,),), 0.1, 1.0, 1))])
-    assert not conditions(alone) and EngineConfig().model
+    assert not conditions(alone)

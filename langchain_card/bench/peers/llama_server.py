@@ -140,10 +140,11 @@ class LlamaServer:
         self._start()
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> Run:
-        """ServerAnswer a prompt. Nothing is reused between answers but the tables of n-grams of one `repeat`."""
+        """Answer a prompt. Nothing is reused between answers but the tables of n-grams of one `repeat`."""
         if self._learns and self._repeat not in (None, repeat):
             self.close()
             self._start()
+            self._ask({"prompt": [*prompts[0][:1]], "n_predict": 1, **self._sampling})  # its first request is slower
         self._repeat = repeat
         body = {"prompt": [*prompts[0]], "n_predict": max_tokens, **self._sampling}
         peak = PeakMemory(cuda=False, pid=self._process.pid)
@@ -171,10 +172,10 @@ class LlamaServer:
         return len(token_ids)
 
     def _filled(self, token_ids: list[int], body: Mapping[str, Any]) -> list[int]:
-        """Return an answer with the ids that it lacks, from an answer that is sent as a whole."""
+        """Return an answer with the ids that it lacks, from the same answer that is sent as a whole."""
         whole = json.loads(b"".join(line for _, line in self._ask(body)))["tokens"]
-        rest = [*whole, *[UNKNOWN] * len(token_ids)]
-        return [other if token == UNKNOWN else token for token, other in zip(token_ids, rest, strict=False)]
+        alike = all(token in (UNKNOWN, other) for token, other in zip(token_ids, whole, strict=False))
+        return whole if alike and len(whole) == len(token_ids) else token_ids
 
     def _start(self) -> None:
         """Start the server and wait until it has loaded its models."""
