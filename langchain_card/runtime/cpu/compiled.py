@@ -76,14 +76,32 @@ _alone = threading.RLock()
 def _may_meet() -> bool:
     """Return whether several threads may use numba's pool at once, which its fallback layer does not allow."""
     with _alone:
-        compiled(parallel=True)(_start)(2)
+        started = threading.Event()
+        threading.Thread(target=_keep_a_pool, args=(started,), name="card-idle-pool", daemon=True).start()
+        started.wait()
     kind: Any = numba
     return bool(kind.threading_layer() != "workqueue")
 
 
-def _start(count: int) -> None:
-    for _ in numba.prange(count):
-        pass
+def _keep_a_pool(started: threading.Event) -> None:
+    """Keep a second pool, which never works, so that threads of the first one wait asleep.
+
+    GNU OpenMP has a pool for each thread that calls it. While all pools together have no more threads than the machine
+    has cores, a thread that waits for others keeps its core for milliseconds, which another process may need: two
+    processes side by side were up to 90 times slower than one (docs/LOG.md). With one thread more, it waits for
+    microseconds and then sleeps, at the same speed.
+    """
+    try:
+        numba.set_num_threads(2)
+        compiled(parallel=True)(_touch)(np.zeros(2, np.int32))
+    finally:
+        started.set()
+    threading.Event().wait()
+
+
+def _touch(places: Integers) -> None:
+    for i in numba.prange(len(places)):
+        places[i] = 1
 
 
 class cores:
