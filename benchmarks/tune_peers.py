@@ -46,8 +46,11 @@ DRAFT = (*itertools.product((1, 2, 3, 4), (0.0, 0.5, 0.8)), (8, 0.5), (8, 0.8), 
 NGRAM_MOD = (*itertools.product((3, 6, 12), (1,), (2, 4, 8)), (12, 4, 16), (24, 48, 64))
 """`n-match`, `n-min` and `n-max` of ngram-mod. The last are the server's own, which find nothing in short answers."""
 
-NGRAM_SIMPLE = ((3, 4), (5, 8), (12, 48))
-"""`size-n` and `size-m` of ngram-simple. The last are the server's own."""
+SIZED = ("ngram-simple", "ngram-map-k", "ngram-map-k4v")
+"""Kinds of n-grams with a length of matches, `size-n`, and of drafts, `size-m`."""
+
+SIZES = ((3, 4), (5, 8), (12, 48))
+"""`size-n` and `size-m`. The last are the server's own."""
 
 BESIDE = ((6, 2, 4), (12, 1, 8), (12, 4, 16), (24, 8, 32))
 """`n-match`, `n-min` and `n-max` of ngram-mod with a draft model behind it, which drafts only where n-grams do not."""
@@ -105,11 +108,11 @@ def tune_draft(plain: PeerOptions, best: Best) -> PeerOptions:
 
 
 def tune_ngram(plain: PeerOptions, best: Best) -> PeerOptions:
-    """Return the best of two kinds of n-grams, each with several sizes."""
+    """Return the best of five kinds of n-grams; those with options have several sizes."""
     grid: list[PeerOptions] = [{**plain, "spec-type": "ngram-mod", **mod(values)} for values in NGRAM_MOD]
-    for size_n, size_m in NGRAM_SIMPLE:
-        sizes = {"spec-ngram-simple-size-n": size_n, "spec-ngram-simple-size-m": size_m}
-        grid.append({**plain, "spec-type": "ngram-simple", **sizes})
+    for kind, (size_n, size_m) in itertools.product(SIZED, SIZES):
+        grid.append({**plain, "spec-type": kind, f"spec-{kind}-size-n": size_n, f"spec-{kind}-size-m": size_m})
+    grid.append({**plain, "spec-type": "ngram-cache"})
     return best("llama-server-ngram", grid)
 
 
