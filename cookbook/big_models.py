@@ -187,12 +187,12 @@ else:
     print("    skipped: bitsandbytes is not installed")
 
 # %% [markdown]
-# On a CPU it is `quantization="int8"`, which the built-in models have by default, and which is exact row by row. With
-# `quantization=None` they are float32: `resolve` then writes their weights to disk in that form first, 4.6 GB of them,
-# as it does for GPUs.
+# On a CPU it is `quantization="file"`: the blocks of a GGUF file as they are, which the built-in models have by default,
+# and which are exact row by row. `"int8"` and `"int4"` round other weights. With `quantization=None` they are float32:
+# `resolve` then writes their weights to disk in that form first, 4.6 GB of them, as it does for GPUs.
 
 # %%
-show(device="cpu", quantization="int8")
+show(device="cpu", quantization="file")
 
 # %% [markdown]
 # ## How steps are run: needs 1 GPU

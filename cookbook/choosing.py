@@ -49,8 +49,8 @@ card("doctor")
 # %% [markdown]
 # How to read it:
 #
-# - **Kernels**. Blocks on a CPU with AVX-512 VNNI are the fastest that it has. A model of your own runs in float32 on a CPU unless
-#   you say `quantization="int8"`; it is several times as slow.
+# - **Kernels**. Blocks on a CPU with AVX-512 VNNI are the fastest that it has. A GGUF file runs as it is. A folder of
+#   safetensors runs in float32, which is several times as slow, unless you say `quantization="int8"` or `"int4"`.
 # - **Memory**. Each sequence takes its part for as many positions as `max_model_len` says. Fewer positions, or
 #   `Limits(max_num_seqs=...)`, make room.
 # - **Steps**. Verifying several rows should take little longer than one; and a target pass should take as long as several

@@ -82,31 +82,31 @@ built-in draft has most of its matrices."""
 PeerOptions: TypeAlias = Mapping[str, "int | float | str"]
 
 PEER_OPTIONS: dict[str, PeerOptions] = {
-    "llama-server": {"flash-attn": "on"},
+    "llama-server": {"flash-attn": "off"},
     "llama-server-draft": {
-        "flash-attn": "on",
+        "flash-attn": "off",
         "spec-type": "draft-simple",
-        "spec-draft-n-max": 2,
-        "spec-draft-p-min": 0.5,
+        "spec-draft-n-max": 16,
+        "spec-draft-p-min": 0.8,
     },
     "llama-server-ngram": {
-        "flash-attn": "on",
+        "flash-attn": "off",
         "spec-type": "ngram-mod",
         "spec-ngram-mod-n-match": 6,
         "spec-ngram-mod-n-min": 1,
-        "spec-ngram-mod-n-max": 4,
+        "spec-ngram-mod-n-max": 2,
     },
     "llama-server-both": {
-        "flash-attn": "on",
+        "flash-attn": "off",
         "spec-type": "ngram-mod,draft-simple",
-        "spec-draft-n-max": 2,
-        "spec-draft-p-min": 0.5,
+        "spec-draft-n-max": 16,
+        "spec-draft-p-min": 0.8,
         "spec-ngram-mod-n-match": 12,
-        "spec-ngram-mod-n-min": 4,
-        "spec-ngram-mod-n-max": 16,
+        "spec-ngram-mod-n-min": 1,
+        "spec-ngram-mod-n-max": 8,
     },
-    "openvino": {},
-    "openvino-lookup": {"num_assistant_tokens": 5, "max_ngram_size": 3},
+    "openvino": {"PERFORMANCE_HINT": "LATENCY"},
+    "openvino-lookup": {"PERFORMANCE_HINT": "LATENCY", "num_assistant_tokens": 2, "max_ngram_size": 2},
 }
 """Options of the peers that can be tuned.
 

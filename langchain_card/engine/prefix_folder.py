@@ -36,7 +36,6 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch as safetensors
 import torch
-import transformers
 from torch import Tensor
 
 from langchain_card import runtime
@@ -269,12 +268,12 @@ def dependencies(spec: ModelSpec, config: EngineConfig) -> str:
     """
     gpus = [torch.cuda.get_device_name(device) for device in spec.devices if device.type == "cuda"]
     machine = (processor(), torch.backends.cpu.get_cpu_capability(), gpus)
-    compilers = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
-    versions = (__version__, _source_hash(Path(runtime.__path__[0])), torch.__version__, transformers.__version__)
+    packages = [importlib.metadata.version(name) for name in ("torch", "transformers", "numba", "llvmlite")]
+    versions = (__version__, _source_hash(Path(runtime.__path__[0])))
     grid: tuple[object, ...] = (config.exact, config.execution)
     if config.exact == "strict":
         grid += (config.max_model_len, config.limits.max_window, config.limits.num_seqs, num_cores())
-    return repr((file_state(spec.folder), spec, grid, machine, versions, compilers))
+    return repr((file_state(spec.folder), spec, grid, machine, versions, packages))
 
 
 def _source_hash(folder: Path) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import init_empty_weights
 
 from langchain_card.config import NGRAM, QUANTIZATIONS, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
@@ -331,6 +330,7 @@ def _load_float(spec: ModelSpec) -> Any:
 
 
 def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM  # more than a second
 
     from langchain_card.runtime.cpu.quantized_weights import read_weights  # imports numba

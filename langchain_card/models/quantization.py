@@ -10,7 +10,6 @@ import json
 from typing import Any
 
 import torch
-from transformers.quantizers import AutoHfQuantizer
 
 from langchain_card.errors import InvalidInputError
 
@@ -48,6 +47,8 @@ def find_quantizer(config: Any, quantization: str | None, device: torch.device) 
     settings = stored if stored is not None or quantization is None else json.loads(quantization)
     if settings is None:
         return None
+    from transformers.quantizers import AutoHfQuantizer  # more than half a second
+
     method = str(settings.get("quant_method"))
     field, value = ("quantization", quantization) if stored is None else ("quantization_config", method)
     try:

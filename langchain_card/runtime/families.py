@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from langchain_card.errors import UnsupportedModelError
 
@@ -85,12 +83,17 @@ def context_length(config: Any) -> int:
 
 def read_config(folder: Path) -> Any:
     """Load the whole config of a model folder; its `get_text_config()` is that of the language model."""
+    from transformers import AutoConfig
+
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def empty_model(config: Any) -> Any:
     """Build the causal language model of a config on the meta device; it takes no memory and cannot compute."""
-    from transformers import AutoModelForCausalLM  # more than a second, which `resolve` spends while weights are read
+    from accelerate import (
+        init_empty_weights,  # a second with transformers, which `resolve` spends while weights are read
+    )
+    from transformers import AutoModelForCausalLM
 
     _register_probe()
     with init_empty_weights(include_buffers=True):

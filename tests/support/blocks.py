@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
-from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_rounded, multiply, pack, round_row
+from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_rounded, multiply, round_row
+from langchain_card.runtime.cpu.blocks.packing import Blocks, Part, pack
 
 
 def features_of(form: Format) -> int:
@@ -27,6 +28,11 @@ def blocks(form: Format, outputs: int, seed: int = 0, *, features: int = 0, size
     return rows.reshape(outputs, -1)
 
 
+def matrix(*parts: tuple[int, Any]) -> Weights:
+    """A matrix of parts: number of a format, and blocks."""
+    return pack([Part(number, [Blocks(number, rows)]) for number, rows in parts])
+
+
 def product(x: Any, weights: Weights, threads: int = 1) -> Any:
     rounded = empty_rounded(len(x), x.shape[1])
     for n in range(len(x)):
@@ -40,7 +46,7 @@ def digest() -> str:
 
     found = hashlib.sha256()
     for form in FORMATS:
-        weights = pack([(form.number, blocks(form, 40))], features_of(form))
+        weights = matrix((form.number, blocks(form, 40)))
         x = np.random.default_rng(5).standard_normal((11, features_of(form))).astype(np.float32)
         found.update(product(x, weights).tobytes())
     return found.hexdigest()

@@ -7,6 +7,7 @@ for again, without time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -250,6 +251,7 @@ class LlamaServer:
         self._log.close()
 
 
+@functools.cache
 def server_version(program: str) -> str:
     """Return what the binary says of its version."""
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)  # noqa: S603

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from langchain_card.errors import CorruptModelError
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
 from langchain_card.runtime.cpu.blocks.kernel import BLOCK
-from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_bytes, pack_part, part_of, tile_bytes
-from langchain_card.runtime.cpu.blocks.rounding import quantize
+from langchain_card.runtime.cpu.blocks.matmul import Weights
+from langchain_card.runtime.cpu.blocks.packing import Blocks, Packer, Part
 from langchain_card.runtime.cpu.blocks.tiles import TILE
 from langchain_card.runtime.cpu.compiled import Bytes
 from langchain_card.runtime.cpu.fused_layers import fuse_layers
@@ -27,12 +26,9 @@ from langchain_card.runtime.cpu.quantized_layers import (
     fuse_norm,
     split_by_layer,
 )
-from langchain_card.runtime.threads import num_cores, use_threads
+from langchain_card.runtime.threads import num_cores
 
 _HINT = "remove the model and load it again"
-_CHUNK = 4096
-"""Rows of a matrix that are rounded at a time."""
-
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -89,6 +85,11 @@ class StoredTensor(NamedTuple):
         blocks: Bytes = self.data.map()
         return blocks[list(self.order)] if self.order else blocks
 
+    def blocks(self) -> Blocks:
+        """Return the blocks in the file's order."""
+        assert self.form is not None
+        return Blocks(self.form, self.data.map(), self.order, mapped=True)
+
     def head(self, outputs: int | None) -> StoredTensor:
         """Return the first outputs; all for None."""
         if outputs is None or outputs >= self.shape[0]:
@@ -104,26 +105,12 @@ class _Stack(NamedTuple):
     Attributes:
         names: of the layers.
         sizes: outputs of each.
-        parts: format and tensors of each part of the matrix, which are one below the other.
-        features: of its rows, in whole blocks.
+        parts: of the matrix.
     """
 
     names: tuple[str, ...]
     sizes: list[int]
-    parts: list[tuple[int, list[StoredTensor]]]
-    features: int
-
-    @property
-    def tiles(self) -> list[int]:
-        """Number of tiles of each part."""
-        return [-(-sum(tensor.shape[0] for tensor in tensors) // TILE) for _, tensors in self.parts]
-
-    @property
-    def sizes_of_parts(self) -> list[int]:
-        """Bytes of each part's tiles."""
-        return [
-            tiles * tile_bytes(form, self.features) for (form, _), tiles in zip(self.parts, self.tiles, strict=True)
-        ]
+    parts: list[Part]
 
 
 class StoredTensors(dict[str, StoredTensor]):
@@ -163,23 +150,22 @@ class Packing:
         self.tensors, self.max_outputs = tensors.with_head(max_outputs), max_outputs
         found = [name for name in tensors.linear if name in self.tensors and self.tensors[name].form is not None]
         names = [name.removesuffix(".weight") for name in found]
-        stacks = [_stack(self.tensors, group, form) for group in _stacks(self.tensors, names)]
-        sizes = [sum(stack.sizes_of_parts) for stack in stacks]
-        arena, begins = empty_bytes(sum(sizes)), itertools.accumulate(sizes, initial=0)
-        self._pool = ThreadPoolExecutor(num_cores(), initializer=use_threads, initargs=(1,))
-        self._packed = [
-            (stack, self._pool.submit(_pack, stack, begin, arena)) for stack, begin in zip(stacks, begins, strict=False)
-        ]
-        self._pool.shutdown(wait=False)
+        self._stacks = [_stack(self.tensors, group, form) for group in _stacks(self.tensors, names)]
+        self._packer, count = Packer([stack.parts for stack in self._stacks]), num_cores()
+        pool = ThreadPoolExecutor(count)
+        self._threads = [pool.submit(self._packer.run) for _ in range(count)]
+        pool.shutdown(wait=False)
 
     def layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield names and layers, each as soon as its matrix is laid out."""
-        for stack, weights in self._packed:
-            yield from zip(stack.names, _layers(self.tensors, stack, weights.result()), strict=True)
+        """Yield names and layers when all matrices are laid out."""
+        for thread in self._threads:
+            thread.result()
+        for stack, weights in zip(self._stacks, self._packer.weights(), strict=True):
+            yield from zip(stack.names, _layers(self.tensors, stack, weights), strict=True)
 
     def close(self) -> None:
         """Lay out no more matrices."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._packer.stop()
 
 
 def read_weights(model: Any, packing: Packing, dtype: torch.dtype, *, fused: bool = True) -> None:
@@ -250,39 +236,20 @@ def _fit(tensors: Mapping[str, StoredTensor], names: Sequence[str]) -> bool:
     )
 
 
-def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...], form: int | None) -> _Stack:
-    """Plan a matrix. Tensors share a part if their outputs are not whole tiles."""
+def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...], most: int | None) -> _Stack:
+    """Plan a matrix, whose blocks get the format `most` if they have more bits."""
     found = [tensors[f"{name}.weight"] for name in names]
     sizes = [tensor.shape[0] for tensor in found]
-    parts = [(_form(tensor, form), [tensor]) for tensor in found]
-    if any(size % TILE for size in sizes[:-1]):
-        parts = [(parts[0][0], found)]
-    return _Stack(names, sizes, parts, found[0].shape[1])
+    parts = [Part(_form(tensor, most), [tensor.blocks()]) for tensor in found]
+    if any(size % TILE for size in sizes[:-1]):  # then outputs of several layers share a tile
+        parts = [Part(parts[0].form, [tensor.blocks() for tensor in found])]
+    return _Stack(names, sizes, parts)
 
 
 def _form(tensor: StoredTensor, most: int | None) -> int:
     """Return the format in which a matrix is run."""
     assert tensor.form is not None
     return tensor.form if most is None or FORMATS[tensor.form].bits <= FORMATS[most].bits else most
-
-
-def _pack(stack: _Stack, begin: int, arena: Bytes) -> Weights:
-    """Lay out a stack's matrix in its place."""
-    table, tile = [], 0
-    for (form, tensors), size, tiles in zip(stack.parts, stack.sizes_of_parts, stack.tiles, strict=True):
-        rows = [_blocks(tensor, form) for tensor in tensors]
-        pack_part(form, rows[0] if len(rows) == 1 else np.concatenate(rows), arena[begin : begin + size])
-        table.append(part_of(form, begin, tile, tiles))
-        begin, tile = begin + size, tile + tiles
-    return Weights(arena, np.array(table), stack.features, sum(stack.sizes))
-
-
-def _blocks(tensor: StoredTensor, form: int) -> Bytes:
-    """Return a tensor's blocks, rounded to a format if it has another."""
-    if tensor.form == form:
-        return tensor.rows()
-    starts = range(0, tensor.shape[0], _CHUNK)  # bounds the float32 temporaries
-    return np.concatenate([quantize(form, tensor.floats(start, start + _CHUNK).numpy()) for start in starts])
 
 
 def _layers(tensors: Mapping[str, StoredTensor], stack: _Stack, weights: Weights) -> Sequence[nn.Module]:

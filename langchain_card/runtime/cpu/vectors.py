@@ -186,6 +186,16 @@ def float_of(context: Any, bits: Any) -> Any:
     return types.float32(types.int64), generate
 
 
+@intrinsic
+def bits_of(context: Any, value: Any) -> Any:
+    """Return the bits of a float32 as an integer that is not negative."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.zext(b.bitcast(args[0], I32), I64)
+
+    return types.int64(types.float32), generate
+
+
 def close_phi(phi: Any, entry: Any, then: Any, end: Any, first: Any = None) -> None:
     """Complete a loop's variable: `first`, or zero, from the block `entry`, and `then` from the block `end`."""
     zero = FLOATS([0.0] * LANES) if phi.type == FLOATS else phi.type(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 from langchain_card.runtime.cpu import vectors
 from langchain_card.runtime.cpu.blocks import formats
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
-from langchain_card.runtime.cpu.blocks.matmul import pack
+from langchain_card.runtime.cpu.blocks.packing import Blocks, Packer, Part
 from langchain_card.runtime.cpu.blocks.rounding import quantize
-from tests.support.blocks import blocks, features_of, product
+from tests.support.blocks import blocks, features_of, matrix, product
 
 each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 
@@ -46,13 +47,13 @@ def test_weights_are_those_of_the_file(form: Format) -> None:
 def test_products_are_those_of_the_dequantized_weights(form: Format) -> None:
     rows, x = blocks(form, 40), np.random.default_rng(1).standard_normal((5, features_of(form))).astype(np.float32)
     expected = rounded_rows(x) @ dequantized(form, rows).T.astype(np.float64)
-    found = product(x, pack([(form.number, rows)], x.shape[1]))
+    found = product(x, matrix((form.number, rows)))
     assert np.abs(found - expected).max() < 1e-6 * np.abs(expected).max()
 
 
 @each_format
 def test_a_row_has_the_same_bits_beside_others_and_on_more_threads(form: Format) -> None:
-    weights = pack([(form.number, blocks(form, 90))], features_of(form))
+    weights = matrix((form.number, blocks(form, 90)))
     x = np.random.default_rng(2).standard_normal((16, features_of(form))).astype(np.float32)
     alone = np.concatenate([product(x[n : n + 1], weights) for n in range(16)])
     for count in (2, 4, 7, 16):
@@ -64,8 +65,27 @@ def test_a_matrix_may_have_parts_of_several_formats() -> None:
     forms = [form for form in FORMATS if form.features == 256]
     parts = [(form.number, blocks(form, 32)) for form in forms]
     x = np.random.default_rng(3).standard_normal((3, 768)).astype(np.float32)
-    expected = [product(x, pack([part], 768)) for part in parts]
-    assert np.array_equal(product(x, pack(parts, 768), 2), np.concatenate(expected, axis=1))
+    expected = [product(x, matrix(part)) for part in parts]
+    assert np.array_equal(product(x, matrix(*parts), 2), np.concatenate(expected, axis=1))
+
+
+@each_format
+@pytest.mark.parametrize("mapped", [False, True])
+def test_blocks_may_be_rounded_ordered_and_mapped_and_share_tiles(form: Format, mapped: bool, tmp_path: Path) -> None:
+    """More rows than a thread takes at a time, by two threads, from two tensors whose outputs meet within a tile."""
+    first, second = blocks(form, 300), blocks(form, 40, seed=1)
+    order = tuple(np.random.default_rng(4).permutation(300).tolist())
+    (tmp_path / "file").write_bytes(first.tobytes())
+    held = np.asarray(np.memmap(tmp_path / "file", np.uint8, "c", 0, first.shape)) if mapped else first
+    given = [Blocks(form.number, held, order, mapped=mapped), Blocks(form.number, second)]
+    rows, x = np.concatenate([first[list(order)], second]), np.ones((1, features_of(form)), np.float32)
+    for number in (form.number, formats.Q4_0):
+        packer = Packer([[Part(number, given)]])
+        with ThreadPoolExecutor(2) as pool:
+            [thread.result() for thread in [pool.submit(packer.run) for _ in range(2)]]
+        rounded = rows if number == form.number else quantize(number, formats.dequantize(form.number, rows))
+        assert np.array_equal(product(x, packer.weights()[0]), product(x, matrix((number, rounded))))
+    assert np.array_equal(held, first), "memory that is no file's must stay"
 
 
 @each_format
@@ -82,7 +102,7 @@ def test_the_largest_sums_are_right(form: Format) -> None:
         for sign in (-1, 1):
             x = np.full((1, features_of(form)), sign, np.float32)
             expected = rounded_rows(x) @ dequantized(form, rows).T.astype(np.float64)
-            found = product(x, pack([(form.number, rows)], x.shape[1]))
+            found = product(x, matrix((form.number, rows)))
             assert np.allclose(found, expected, rtol=1e-6, atol=0)
 
 

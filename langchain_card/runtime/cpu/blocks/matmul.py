@@ -10,15 +10,14 @@ in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS
-from langchain_card.runtime.cpu.blocks.kernel import BLOCK, UNITS, block_tile, tile_address
-from langchain_card.runtime.cpu.blocks.tiles import TILE, block_size, pack_tile
+from langchain_card.runtime.cpu.blocks.kernel import BLOCK, UNITS, block_tile
+from langchain_card.runtime.cpu.blocks.tiles import TILE, block_size
 from langchain_card.runtime.cpu.compiled import Array, Bytes, Integers, Levels, Slots, compiled
 from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
@@ -77,45 +76,6 @@ def tile_bytes(form: int, features: int) -> int:
     """Return the bytes of a tile: 16 outputs of all features."""
     size: int = _TILE_BYTES[form] * features // BLOCK
     return size
-
-
-def pack(parts: Sequence[tuple[int, Bytes]], features: int) -> Weights:
-    """Lay out a matrix for the kernel, in memory of its own.
-
-    Args:
-        parts: number of the format, and blocks [outputs, bytes] of a file, of each part. The outputs of all but the
-            last part are whole tiles.
-        features: features of a row of activations.
-    """
-    tiles = [-(-len(rows) // TILE) for _, rows in parts]
-    sizes = [count * tile_bytes(form, features) for (form, _), count in zip(parts, tiles, strict=True)]
-    stored, begin, tile, table = empty_bytes(sum(sizes)), 0, 0, []
-    for (form, rows), count, size in zip(parts, tiles, sizes, strict=True):
-        pack_part(form, rows, stored[begin : begin + size])
-        table.append(part_of(form, begin, tile, count))
-        begin, tile = begin + size, tile + count
-    return Weights(stored, np.array(table), features, sum(len(rows) for _, rows in parts))
-
-
-def part_of(form: int, begin: int, first: int, tiles: int) -> tuple[int, int, int, int, int]:
-    """Return a row of `Weights.parts`; its format's function is compiled when it is first wanted."""
-    return form, begin, first, tiles, tile_address(form)
-
-
-@compiled()
-def pack_part(form: int, rows: Bytes, stored: Bytes) -> None:
-    """Lay out the outputs of a part."""
-    tiles = (len(rows) + TILE - 1) // TILE
-    size = len(stored) // tiles
-    for t in range(tiles):
-        pack_tile(form, rows[t * TILE : (t + 1) * TILE], stored[t * size : (t + 1) * size])
-
-
-def empty_bytes(size: int) -> Bytes:
-    """Allocate zeros that begin on a cache line."""
-    raw = np.zeros(size + 64, np.uint8)
-    skip = -raw.ctypes.data % 64
-    return raw[skip : skip + size]
 
 
 @compiled()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0, Q4_K, Q8_0, half
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_K, Q8_0, half
 from langchain_card.runtime.cpu.compiled import Array, Bytes, compiled
+from langchain_card.runtime.cpu.vectors import bits_of
 
 _ZERO, _ONE, _TOP, _STEPS = np.float32(0.0), np.float32(1.0), np.float32(15.0), np.float32(63.0)
+_FEATURES, _SIZES = np.array([form.features for form in FORMATS]), np.array([form.size for form in FORMATS])
 _TRIES, _SHORTER = 8, np.float32(0.25)
 """Scales that are tried for a group of `Q4_K`: the whole range in 15 levels, then in up to 1.75 fewer."""
 
 
+@compiled()
 def quantize(form: int, weights: Array) -> Bytes:
     """Round a matrix to blocks.
 
@@ -25,73 +26,65 @@ def quantize(form: int, weights: Array) -> Bytes:
         Blocks [outputs, bytes].
     """
     outputs, features = weights.shape
-    rows = np.empty((outputs, features // FORMATS[form].features, FORMATS[form].size), np.uint8)
-    if form == Q4_K:
-        _to_q4_k(weights, rows)
-    else:
-        factors = np.empty((outputs, features // 32), np.float32)
-        _largest(weights, -8.0 if form == Q4_0 else 127.0, factors)
-        halves = factors.astype(np.float16)
-        rows[..., :2] = halves[..., None].view(np.uint8)
-        _round_codes(form, weights, halves.astype(np.float32), rows)
-    return rows.reshape(outputs, -1)
+    size, blocks = _SIZES[form], features // _FEATURES[form]
+    rows, codes = np.empty((outputs, blocks * size), np.uint8), np.empty(32, np.uint8)
+    for n in range(outputs):
+        for i in range(blocks):
+            own, out = weights[n, i * _FEATURES[form] : (i + 1) * _FEATURES[form]], rows[n, i * size : (i + 1) * size]
+            if form == Q4_K:
+                _to_q4_k(own, out)
+            else:
+                _to_codes(form, own, codes, out)
+    return rows
 
 
 @compiled(fastmath={"nnan", "nsz", "reassoc"})
-def _largest(weights: Array, level: float, factors: Array) -> None:
-    """Find the factor by which each group's value of largest magnitude becomes `level`; for 127, of either sign."""
-    for n in range(len(weights)):
-        row = weights[n]
-        for g in range(factors.shape[1]):
-            bottom, top = _ZERO, _ZERO
-            for i in range(32 * g, 32 * g + 32):
-                bottom, top = min(bottom, row[i]), max(top, row[i])
-            largest = top if top > -bottom else bottom
-            factors[n, g] = (abs(largest) if level > 0 else largest) / np.float32(level)
+def _largest(own: Array) -> np.float32:
+    """Return the value of largest magnitude."""
+    bottom, top = _ZERO, _ZERO
+    for i in range(len(own)):
+        bottom, top = min(bottom, own[i]), max(top, own[i])
+    largest: np.float32 = top if top > -bottom else bottom
+    return largest
 
 
 @compiled()
-def _round_codes(form: int, weights: Array, factors: Array, rows: Any) -> None:
-    codes, shift = np.empty(32, np.uint8), np.float32(128.0 if form == Q8_0 else 8.0)
-    top = np.float32(2.0) * shift - _ONE
-    for n in range(len(weights)):
-        row = weights[n]
-        for g in range(factors.shape[1]):
-            per, out = _ONE / factors[n, g] if factors[n, g] else _ZERO, rows[n, g]
-            for i in range(32):
-                codes[i] = np.uint8(min(max(np.rint(row[32 * g + i] * per) + shift, _ZERO), top))
-            if form == Q8_0:
-                for i in range(32):
-                    out[2 + i] = codes[i] ^ 128
-            else:
-                for i in range(16):
-                    out[2 + i] = codes[i] | (codes[16 + i] << 4)
+def _to_codes(form: int, own: Array, codes: Bytes, out: Bytes) -> None:
+    """Round a group so that its value of largest magnitude has the last code: of its sign, or of either in `Q8_0`."""
+    largest, shift = _largest(own), np.float32(128.0 if form == Q8_0 else 8.0)
+    factor = abs(largest) / np.float32(127.0) if form == Q8_0 else largest / np.float32(-8.0)
+    _put_half(factor, out, 0)
+    factor = half(_half_bits(factor))
+    per, top = _ONE / factor if factor else _ZERO, np.float32(2.0) * shift - _ONE
+    for i in range(32):
+        codes[i] = np.uint8(min(max(np.rint(own[i] * per) + shift, _ZERO), top))
+    if form == Q8_0:
+        for i in range(32):
+            out[2 + i] = codes[i] ^ 128
+    else:
+        for i in range(16):
+            out[2 + i] = codes[i] | (codes[16 + i] << 4)
 
 
 @compiled()
-def _to_q4_k(weights: Array, rows: Any) -> None:
+def _to_q4_k(own: Array, out: Bytes) -> None:
     codes, scales, lows = np.empty(32, np.float32), np.empty(8, np.float32), np.empty(8, np.float32)
-    for n in range(len(weights)):
-        for block in range(rows.shape[1]):
-            out = rows[n, block]
-            for g in range(8):
-                own = weights[n, 256 * block + 32 * g : 256 * block + 32 * g + 32]
-                scales[g], lows[g] = _fit(own, codes)
-            factor, least = scales.max() / _STEPS, lows.max() / _STEPS
-            _put_half(factor, out, 0)
-            _put_half(least, out, 2)
-            factor, least = half(_half_bits(factor)), half(_half_bits(least))
-            out[4:16] = 0
-            for g in range(8):
-                scale, low = _steps(scales[g], factor), _steps(lows[g], least)
-                _put_scales(g, scale, low, out)
-                per, down = factor * np.float32(scale), least * np.float32(low)
-                shrink = _ONE / per if per > _ZERO else _ZERO
-                for i in range(32):
-                    level = np.rint((weights[n, 256 * block + 32 * g + i] + down) * shrink)
-                    code = np.uint8(min(max(level, _ZERO), _TOP))
-                    place = 16 + 32 * (g // 2) + i
-                    out[place] = code if g % 2 == 0 else out[place] | (code << 4)
+    for g in range(8):
+        scales[g], lows[g] = _fit(own[32 * g : 32 * g + 32], codes)
+    factor, least = scales.max() / _STEPS, lows.max() / _STEPS
+    _put_half(factor, out, 0)
+    _put_half(least, out, 2)
+    factor, least = half(_half_bits(factor)), half(_half_bits(least))
+    out[4:16] = 0
+    for g in range(8):
+        scale, low = _steps(scales[g], factor), _steps(lows[g], least)
+        _put_scales(g, scale, low, out)
+        per, down = factor * np.float32(scale), least * np.float32(low)
+        shrink = _ONE / per if per > _ZERO else _ZERO
+        for i in range(32):
+            code = np.uint8(min(max(np.rint((own[32 * g + i] + down) * shrink), _ZERO), _TOP))
+            place = 16 + 32 * (g // 2) + i
+            out[place] = code if g % 2 == 0 else out[place] | (code << 4)
 
 
 @compiled()
@@ -146,11 +139,11 @@ def _put_scales(group: int, scale: int, low: int, out: Bytes) -> None:
 
 @compiled()
 def _half_bits(value: np.float32) -> int:
-    """Return the bits of the nearest float16 of a number from 0 to 65,504."""
-    one = np.empty(1, np.float32)
-    one[0] = value * np.float32(2.0**-112)  # float16's numbers without exponent are float32's
-    bits = int(one.view(np.uint32)[0])
-    return (bits + 4095 + ((bits >> 13) & 1)) >> 13
+    """Return the bits of the nearest float16 of a number up to 65,504."""
+    bits = bits_of(value * np.float32(2.0**-112))  # float16's numbers without exponent are float32's
+    size = bits & 0x7FFFFFFF
+    rounded: int = ((size + 4095 + ((size >> 13) & 1)) >> 13) | (bits >> 31 << 15)
+    return rounded
 
 
 @compiled()

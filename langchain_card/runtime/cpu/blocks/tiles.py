@@ -54,22 +54,21 @@ _HEADS, _BLOCKS = (np.array([size(f) for f in FORMATS]) for size in (head_size, 
 
 
 @compiled()
-def pack_tile(form: int, rows: Bytes, tile: Bytes) -> None:
-    """Lay out up to 16 outputs.
+def pack_row(form: int, row: Bytes, output: int, tile: Bytes) -> None:
+    """Lay out an output.
 
     Args:
         form: number of the format.
-        rows: [outputs, bytes] of a file.
+        row: of a file.
+        output: place of the output in the tile.
         tile: [blocks x `block_size`]; set to zero before.
     """
     block, size, out_size, head = np.zeros(BLOCK_BYTES, np.uint8), _SIZES[form], _BLOCKS[form], _HEADS[form]
     fours, places = block.view(np.uint32), tile.view(np.uint32)
-    for output in range(len(rows)):
-        row = rows[output]
-        for i in range(rows.shape[1] // size):
-            read_block(form, row, i * size, block)
-            _put_head(form, block, output, tile, i * out_size)
-            _put_codes(form, fours, places, (i * out_size + head) // 4 + output)
+    for i in range(len(row) // size):
+        read_block(form, row, i * size, block)
+        _put_head(form, block, output, tile, i * out_size)
+        _put_codes(form, fours, places, (i * out_size + head) // 4 + output)
 
 
 @compiled()
