@@ -16,8 +16,8 @@ from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.blocks.matmul import empty_rounded, multiply, round_row
-from langchain_card.runtime.cpu.compiled import cores
 from langchain_card.runtime.cpu.plan import RowStablePlan
+from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import num_cores

@@ -164,7 +164,7 @@ def _answer(engine: Engine, text: str, max_tokens: int) -> AnsweredPrompt:
 
 def _predict_with_model(spec: ModelSpec, pair: Pair, answers: Sequence[AnsweredPrompt]) -> None:
     """Add a model's predictions. Each is its likeliest token after the target's text."""
-    use_threads(num_cores())
+    use_threads(num_cores(), in_torch=spec.form == "float")
     with shared_model(spec) as model:
         runner = ModelRunner(model, max_len=pair.max_len, num_scratch=16)
         for answer in answers:
@@ -208,7 +208,7 @@ def _chain(guesses: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _pass_times(specs: Sequence[ModelSpec], repeats: int = 9) -> list[dict[int, float]]:
-    use_threads(num_cores())
+    use_threads(num_cores(), in_torch=any(spec.form == "float" for spec in specs))
     with contextlib.ExitStack() as loaded:
         models = [loaded.enter_context(shared_model(spec)) for spec in specs]
         steps = [StepTimer(ModelRunner(model, max_len=2 * CONTEXT, num_scratch=max(SIZES))) for model in models]

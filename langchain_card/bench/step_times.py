@@ -119,11 +119,11 @@ def measure(config: EngineConfig, name: str, repeats: int, report: Callable[[str
             StepTimer(ModelRunner(model, max_len=2 * CONTEXT, num_scratch=max(SIZES)))
             for model in (target_model, draft_model)
         )
-        use_threads(plan.target("sequential"))
+        use_threads(plan.target("sequential"), in_torch=pair.target.form == "float")
         alone = curves((target, draft), repeats)
         for side, times in zip(("target", "draft"), alone, strict=True):
             report(f"{side}: " + ", ".join(f"{rows} rows {1e3 * seconds:.1f} ms" for rows, seconds in times.items()))
-        together = _together(target, draft, plan, repeats * alone[0][1])
+        together = _together(target, draft, plan, repeats * alone[0][1], in_torch=pair.target.form == "float")
     slowdown = (together[0] / alone[0][1], together[1] / alone[1][1])
     report(f"both at once: the target takes {slowdown[0]:.2f} times as long, the draft {slowdown[1]:.2f}")
     source = f"measured: {config.model} and {config.draft_model}, medians of {repeats}, {CONTEXT} tokens before each"
@@ -140,12 +140,14 @@ def curves(models: Sequence[StepTimer], repeats: int) -> list[dict[int, float]]:
     return [{rows: statistics.median(seconds) for rows, seconds in samples.items()} for samples in times]
 
 
-def _together(target: StepTimer, draft: StepTimer, plan: ThreadPlan, seconds: float) -> Sequence[float]:
+def _together(
+    target: StepTimer, draft: StepTimer, plan: ThreadPlan, seconds: float, *, in_torch: bool
+) -> Sequence[float]:
     """Return median seconds of one-row steps while both models work, each with its share of the threads."""
     until = time.perf_counter() + max(seconds, 1.0)
 
     def work(model: StepTimer, threads: int) -> float:
-        use_threads(threads)
+        use_threads(threads, in_torch=in_torch)
         times = [model.seconds(1)]
         while time.perf_counter() < until:
             times.append(model.seconds(1))

@@ -74,7 +74,8 @@ def start_driver(
 
     def make_target() -> TargetWorker:
         target.pool.forget()
-        set_threads = lambda schedule: use_threads(threads.target(schedule))  # noqa: E731
+        in_torch = pair.target.form == "float"
+        set_threads = lambda schedule: use_threads(threads.target(schedule), in_torch=in_torch)  # noqa: E731
         return TargetWorker(
             target,
             set_threads,

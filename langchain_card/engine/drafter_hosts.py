@@ -80,7 +80,7 @@ def transport_makers(
     """
     makers: dict[DrafterTraits, Callable[[Driver], Transport]] = {}
     for chosen in beside:
-        make = functools.partial(_local_transport, chosen.make, threads)
+        make = functools.partial(_local_transport, chosen.make, threads, True)
         if chosen.source.paced and config.draft_transport == "process":
             arguments = _plugin_arguments(setting, chosen.spec, pair.target.folder, threads.draft("parallel"))
             make = functools.partial(_process_transport, chosen.source.name, PLUGIN_FACTORY, arguments)
@@ -107,7 +107,8 @@ def transport_makers(
         draft = functools.partial(
             _stack, config.levels, runners, pair.vocabularies, config.draft_context, setting, below
         )
-        makers[source_of(ModelDrafter)] = functools.partial(_local_transport, draft, threads)
+        in_torch = any(spec.form == "float" for spec in specs)
+        makers[source_of(ModelDrafter)] = functools.partial(_local_transport, draft, threads, in_torch)
     return makers
 
 
@@ -171,14 +172,14 @@ def _stack(
     return _model_drafter(runner, setting.vocab_size, context, setting.constrain, vocabulary, lower)
 
 
-def _local_transport(make: Callable[[], Drafter], threads: ThreadPlan, driver: Driver) -> Transport:
+def _local_transport(make: Callable[[], Drafter], threads: ThreadPlan, in_torch: bool, driver: Driver) -> Transport:
     """Host a drafter in this process: on its own thread if its steps cost device time, else inline."""
     drafter = make()
     worker = DraftWorker(
         drafter,
         driver.publish,
         functools.partial(driver.report_out_of_memory, drafter.name),
-        (lambda schedule: use_threads(threads.draft(schedule))) if drafter.paced else lambda _: None,
+        (lambda schedule: use_threads(threads.draft(schedule), in_torch=in_torch)) if drafter.paced else lambda _: None,
     )
     on_death = functools.partial(driver.report_death, drafter.name)
     if drafter.paced:
@@ -282,7 +283,9 @@ def build_worker(
     runner = _runner(_load(spec), max_len, num_seqs, execution or None, integer_kv)
     vocabulary = read_map(Path(target_folder), spec.folder) if target_folder else None
     drafter = _model_drafter(runner, vocab_size, context or None, None, vocabulary)
-    return DraftWorker(drafter, publish, report_out_of_memory, lambda _: use_threads(num_threads))
+    in_torch = form == "float"
+    set_threads = lambda _: use_threads(num_threads, in_torch=in_torch)  # noqa: E731
+    return DraftWorker(drafter, publish, report_out_of_memory, set_threads)
 
 
 def _load(spec: ModelSpec) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,21 +47,37 @@ class ThreadPlan:
         return max(1, self._cores // 2) if self._both and schedule == "parallel" else self._cores
 
 
+_own = threading.local()
+
+
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Run the calling thread with one intra-op thread; the pools of other threads stay unchanged.
+    """Run the calling thread alone, in compiled code and in torch; the threads of others stay unchanged.
 
-    For work that is too small to share, and for threads that must not start a pool: it would slow all other pools.
+    For work that is too small to share, and for threads that must not start a pool of torch: it would slow all others.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    before, in_torch = getattr(_own, "count", None), torch.get_num_threads()
+    use_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _own.count = before
+        torch.set_num_threads(in_torch)
 
 
-def use_threads(count: int) -> None:
-    """Set the calling thread's number of intra-op threads."""
-    if torch.get_num_threads() != count:
-        torch.set_num_threads(count)
+def use_threads(count: int, *, in_torch: bool = True) -> None:
+    """Set how many threads share the work of the calling one, in compiled code (`cpu.team`) and in torch.
+
+    Args:
+        count: number of threads.
+        in_torch: False for models whose weights are in blocks: most of their work is in compiled code. Threads of torch
+            that wait for the rest would keep the cores for milliseconds.
+    """
+    _own.count, wanted = count, count if in_torch else 1
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
+
+
+def used_threads() -> int:
+    """Return how many threads share the work of the calling one in compiled code."""
+    return getattr(_own, "count", None) or torch.get_num_threads()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
 from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_rounded, multiply, round_row
 from langchain_card.runtime.cpu.blocks.packing import Blocks, Part, pack
+from langchain_card.runtime.cpu.team import cores
 
 
 def features_of(form: Format) -> int:
@@ -37,7 +39,9 @@ def product(x: Any, weights: Weights, threads: int = 1) -> Any:
     rounded = empty_rounded(len(x), x.shape[1])
     for n in range(len(x)):
         round_row(x[n], n, len(x), rounded)
-    return multiply(rounded, weights, threads)[:, : weights.outputs]
+    torch.set_num_threads(threads)
+    with cores() as team:
+        return multiply(rounded, weights, team)[:, : weights.outputs]
 
 
 def digest() -> str:

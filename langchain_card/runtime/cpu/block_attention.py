@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, Integers, Levels, compiled, row_wise
@@ -29,6 +28,7 @@ from langchain_card.runtime.cpu.kv_kernel import BYTE_OFFSET, TILE, kv_tile
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import rotate_row
 from langchain_card.runtime.cpu.softmax_kernel import LOWEST, chances
+from langchain_card.runtime.cpu.team import Team, together
 from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
 ROW_TILE = 16
@@ -75,7 +75,7 @@ class _Scratch(NamedTuple):
 
 
 @compiled()
-def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, threads: int) -> Array:
+def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, team: Team) -> Array:
     """Write rows' keys and values, and attend, each row over the positions that it sees.
 
     Args:
@@ -85,7 +85,7 @@ def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, t
         kv: of one layer.
         seen: slots of the rows; each sequence's first slot begins a block.
         heads: options of the layer.
-        threads: a result of `compiled.cores`.
+        team: of `team.cores`.
 
     Returns:
         [rows, heads, head_dim].
@@ -99,30 +99,20 @@ def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, t
         np.empty((rows, kv_heads, group), np.float32),
     )
     out = np.empty_like(q)
-    if threads == 1:
-        _prepare(q, k, v, kv, seen, heads, queries, 0, rows)
-        _attend(queries, kv, seen, heads, out, 0, 1)
+    if rows == 1:
+        _prepare(q, k, v, kv, seen, heads, queries, 0, 1)
     else:
-        _attend_together(q, k, v, kv, seen, heads, queries, out, threads)
+        _prepare_together(team, (q, k, v, kv, seen, heads, queries))
+    _attend_together(team, (queries, kv, seen, heads, out))
     return out
-
-
-@compiled(parallel=True)
-def _attend_together(
-    q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, queries: _Queries, out: Array, threads: int
-) -> None:
-    for i in numba.prange(threads):
-        thread = np.int64(i)
-        _prepare(q, k, v, kv, seen, heads, queries, len(q) * thread // threads, len(q) * (thread + 1) // threads)
-    for j in numba.prange(threads):
-        _attend(queries, kv, seen, heads, out, np.int64(j), threads)
 
 
 @compiled()
 def _prepare(
-    q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, queries: _Queries, begin: int, end: int
+    q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, queries: _Queries, thread: int, threads: int
 ) -> None:
-    """Write the keys and values of the rows from `begin` to `end`, and round their queries."""
+    """Write the keys and values of a thread's rows, and round their queries."""
+    begin, end = len(q) * thread // threads, len(q) * (thread + 1) // threads
     write(k, v, kv, seen.slots, begin, end)
     kv_heads, size = k.shape[1:]
     group, width = q.shape[1] // kv_heads, kv.values.shape[2] // BLOCK_SLOTS
@@ -267,3 +257,6 @@ def _add(mixed: Array, change: Array, product: Array, weight: Array) -> None:
         own, added, shrink, grow = mixed[g], product[g], change[g], weight[g]
         for i in range(len(own)):
             own[i] = own[i] * shrink + added[i] * grow
+
+
+_prepare_together, _attend_together = together(_prepare), together(_attend)

@@ -1,17 +1,15 @@
-"""Settings of numba for code that runs on rows: compilation, its cache, and the number of threads."""
+"""Settings of numba for code that runs on rows: compilation and its cache."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numba
 import numpy as np
-import torch
 from numba.core.ccallback import CFunc
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -65,61 +63,6 @@ def _stamp_cache(file: Any) -> None:
         return {}
 
     file._load_index = load_index
-
-
-_POOL = numba.get_num_threads()  # size of numba's pool, which NUMBA_NUM_THREADS may reduce
-_own = threading.local()
-_alone = threading.RLock()
-
-
-@functools.cache
-def _may_meet() -> bool:
-    """Return whether several threads may use numba's pool at once, which its fallback layer does not allow."""
-    with _alone:
-        started = threading.Event()
-        threading.Thread(target=_keep_a_pool, args=(started,), name="card-idle-pool", daemon=True).start()
-        started.wait()
-    kind: Any = numba
-    return bool(kind.threading_layer() != "workqueue")
-
-
-def _keep_a_pool(started: threading.Event) -> None:
-    """Keep a second pool, which never works, so that threads of the first one wait asleep.
-
-    GNU OpenMP has a pool for each thread that calls it. While all pools together have no more threads than the machine
-    has cores, a thread that waits for others keeps its core for milliseconds, which another process may need: two
-    processes side by side were up to 90 times slower than one (docs/LOG.md). With one thread more, it waits for
-    microseconds and then sleeps, at the same speed.
-    """
-    try:
-        numba.set_num_threads(2)
-        compiled(parallel=True)(_touch)(np.zeros(2, np.int32))
-    finally:
-        started.set()
-    threading.Event().wait()
-
-
-def _touch(places: Integers) -> None:
-    for i in numba.prange(len(places)):
-        places[i] = 1
-
-
-class cores:
-    """A context that lets compiled code use as many threads as torch may use in the calling thread."""
-
-    def __enter__(self) -> int:
-        self._threads = min(torch.get_num_threads(), _POOL)
-        if self._threads > 1:
-            if not _may_meet():
-                _alone.acquire()
-            if getattr(_own, "threads", 0) != self._threads:
-                numba.set_num_threads(self._threads)
-                _own.threads = self._threads
-        return self._threads
-
-    def __exit__(self, *_: object) -> None:
-        if self._threads > 1 and not _may_meet():
-            _alone.release()
 
 
 # Sums may be split over vector lanes, the same way for every row; kinds of NaN and signs of zero do not matter.

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.blocks.matmul import Weights
-from langchain_card.runtime.cpu.compiled import cores
 from langchain_card.runtime.cpu.integer_kv import IntegerKV
 from langchain_card.runtime.cpu.plan import RowStablePlan, arrays, kernel_heads
 from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm, LinearPart, QuantizedLinear, as_array
 from langchain_card.runtime.cpu.row_attention import Seen
+from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.rows import AttentionOptions
 
 if TYPE_CHECKING:
@@ -85,17 +85,17 @@ class FusedLayer(nn.Module):
         counts = self._num_heads, self._num_kv_heads, self._num_kv_heads
         q, k, v = (np.empty((len(x), count, self._head_dim), np.float32) for count in counts)
         cos, sin = (part[0].contiguous().numpy() for part in position_embeddings)
-        with cores() as threads:
+        with cores() as team:
             row_layers.heads(
                 x, first, first_eps, self.qkv.weights, self._bias, cos, sin, self._head_norms, self._head_eps,
-                q, k, v, threads,
+                q, k, v, team,
             )  # fmt: skip
         query, key, value = (torch.from_numpy(part).transpose(0, 1)[None] for part in (q, k, v))
         mixed = step.attend(self.layer_idx, query, key, value, self._options)
         attended = mixed.reshape(len(x), -1).contiguous().numpy()
-        with cores() as threads:
+        with cores() as team:
             row_layers.rest(
-                x, attended, self.out.weights, second, second_eps, self.gate_up.weights, self.down.weights, threads
+                x, attended, self.out.weights, second, second_eps, self.gate_up.weights, self.down.weights, team
             )
         return torch.from_numpy(x)[None]
 
@@ -135,8 +135,8 @@ class FusedStack(nn.Module):
         x, angles, zero = np.ones_like(self._stack.norms[0, :1]), np.ones((1, head_dim), np.float32), np.zeros(1, int)
         kv = IntegerKV(1, layers=len(self.stacked_layers), kv_heads=self._stack.num_kv_heads, head_dim=head_dim)
         seen = Seen(zero, zero, zero + 1, zero[:0], zero)
-        with cores() as threads:
-            row_layers.decode(x, self._stack, angles, angles, arrays(kv), seen, threads)
+        with cores() as team:
+            row_layers.decode(x, self._stack, angles, angles, arrays(kv), seen, team)
 
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
-from langchain_card.runtime.cpu.compiled import Array, Bytes, Levels, Slots, compiled, cores, row_wise
+from langchain_card.runtime.cpu.compiled import Array, Bytes, Levels, Slots, compiled, row_wise
 from langchain_card.runtime.cpu.kv_kernel import BYTE_OFFSET, TILE
 from langchain_card.runtime.cpu.row_kernels import scale_row
+from langchain_card.runtime.cpu.team import Team, cores, together
 from langchain_card.runtime.kv_cache import zeros
 
 BLOCK_SLOTS = 64
@@ -191,18 +191,26 @@ def gather(kv: Blocks, head: int, first: int, committed: int, path: Slots, out: 
 
 
 @compiled()
-def _copy(kv: Blocks, sources: Slots, start: int, layer: int) -> None:
-    own = of_layer(kv, layer)
-    for i in range(len(sources)):
-        for h in range(len(own.keys)):
-            source, target = of_block(own, h, sources[i] // BLOCK_SLOTS), of_block(own, h, (start + i) // BLOCK_SLOTS)
-            _move(source, sources[i] % BLOCK_SLOTS, target, (start + i) % BLOCK_SLOTS)
+def _copy(kv: Blocks, sources: Slots, start: int, thread: int, threads: int) -> None:
+    """Copy slots in a thread's layers."""
+    for layer in range(thread, len(kv.keys), threads):
+        own = of_layer(kv, layer)
+        for i in range(len(sources)):
+            to = start + i
+            for h in range(len(own.keys)):
+                source, target = of_block(own, h, sources[i] // BLOCK_SLOTS), of_block(own, h, to // BLOCK_SLOTS)
+                _move(source, sources[i] % BLOCK_SLOTS, target, to % BLOCK_SLOTS)
 
 
-@compiled(parallel=True)
-def _copy_together(kv: Blocks, sources: Slots, start: int) -> None:
-    for layer in numba.prange(len(kv.keys)):
-        _copy(kv, sources, start, np.int64(layer))
+_copy_shares = together(_copy)
+
+
+@compiled()
+def _copy_together(kv: Blocks, sources: Slots, start: int, team: Team) -> None:
+    if len(sources) > BLOCK_SLOTS:
+        _copy_shares(team, (kv, sources, start))
+    else:
+        _copy(kv, sources, start, 0, 1)
 
 
 class IntegerKV:
@@ -229,12 +237,8 @@ class IntegerKV:
     def copy(self, sources: Sequence[int], start: int) -> None:
         """Copy slots, in all layers, to those from `start` on, in order; none may be read after it was written."""
         slots = np.array(sources, np.int64)
-        with cores() as threads:
-            if threads > 1 and len(sources) > BLOCK_SLOTS:
-                _copy_together(self.blocks, slots, start)
-            else:
-                for layer in range(len(self.blocks.keys)):
-                    _copy(self.blocks, slots, start, layer)
+        with cores() as team:
+            _copy_together(self.blocks, slots, start, team)
 
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return a copy of slots in whole blocks, by the names of `Blocks`, as `KVStorage` demands."""

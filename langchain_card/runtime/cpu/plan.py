@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from langchain_card.runtime.cpu import block_attention, row_attention, row_layers
-from langchain_card.runtime.cpu.compiled import Slots, cores
+from langchain_card.runtime.cpu.compiled import Slots
 from langchain_card.runtime.cpu.integer_kv import Blocks, IntegerKV, of_layer
 from langchain_card.runtime.cpu.row_layers import Stack
+from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from langchain_card.runtime.rows import AttentionOptions, Rows
 
@@ -43,11 +44,11 @@ class RowStablePlan:
         dtype = torch.float32 if isinstance(kv, IntegerKV) else kv.layers[layer].dtype
         q, k, v = (x[0].transpose(0, 1).to(dtype).contiguous().numpy() for x in (query, key, value))
         heads = kernel_heads(options, q.shape[2])
-        with cores() as threads:
+        with cores() as team:
             if isinstance(kv, IntegerKV):
-                out = block_attention.attend(q, k, v, of_layer(kv.blocks, layer), self.seen, heads, threads)
+                out = block_attention.attend(q, k, v, of_layer(kv.blocks, layer), self.seen, heads, team)
             else:
-                out = row_attention.attend(q, k, v, kv.layers[layer].numpy(), self.seen, heads, threads)
+                out = row_attention.attend(q, k, v, kv.layers[layer].numpy(), self.seen, heads, team)
         return torch.from_numpy(out)[None].to(query.dtype)
 
     def decode(self, stack: Stack, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -59,9 +60,9 @@ class RowStablePlan:
             cos: [1, rows, head_dim], cosines of the rows' positions.
             sin: [1, rows, head_dim], sines of the rows' positions.
         """
-        with cores() as threads:
+        with cores() as team:
             row_layers.decode(
-                hidden[0].numpy(), stack, cos[0].numpy(), sin[0].numpy(), arrays(self.pool.kv), self.seen, threads
+                hidden[0].numpy(), stack, cos[0].numpy(), sin[0].numpy(), arrays(self.pool.kv), self.seen, team
             )
 
 
@@ -87,14 +88,14 @@ def prepare(kv: TensorKV | IntegerKV) -> None:
     zero = _numbers([0])
     seen = row_attention.Seen(zero, zero, zero + 1, _numbers([]), zero)
     heads = kernel_heads(AttentionOptions(None, None, None), 1)
-    with cores() as threads:
+    with cores() as team:
         if isinstance(kv, IntegerKV):
             one = np.ones((1, 1, 1), np.float32)
             own = IntegerKV(1, layers=1, kv_heads=1, head_dim=1)
-            block_attention.attend(one, one, one, of_layer(own.blocks, 0), seen, heads, threads)
+            block_attention.attend(one, one, one, of_layer(own.blocks, 0), seen, heads, team)
         else:
             one = torch.ones(1, 1, 1, dtype=kv.layers[0].dtype).numpy()
-            row_attention.attend(one, one, one, one[None].repeat(2, 0), seen, heads, threads)
+            row_attention.attend(one, one, one, one[None].repeat(2, 0), seen, heads, team)
 
 
 def plan_step(batch: Sequence[Rows]) -> RowStablePlan:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
 from langchain_card.runtime.cpu.blocks.matmul import Weights
-from langchain_card.runtime.cpu.compiled import Array, Bytes, cores
+from langchain_card.runtime.cpu.compiled import Array, Bytes
+from langchain_card.runtime.cpu.team import cores
 
 
 class QuantizedLinear(nn.Module):
@@ -31,8 +32,8 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply float32 [..., in_features] to float32 [..., out_features]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous().numpy()
-        with cores() as threads:
-            y = row_layers.linear(rows, self.weights, as_array(self.bias), threads)
+        with cores() as team:
+            y = row_layers.linear(rows, self.weights, as_array(self.bias), team)
         return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
 
 
@@ -52,8 +53,8 @@ class FloatLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply float32 [..., in_features] to float32 [..., out_features]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous().numpy()
-        with cores() as threads:
-            y = row_layers.float_linear(rows, self.weight.numpy(), as_array(self.bias), threads)
+        with cores() as team:
+            y = row_layers.float_linear(rows, self.weight.numpy(), as_array(self.bias), team)
         return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
 
 

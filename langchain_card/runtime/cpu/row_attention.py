@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.compiled import Array, Slots, compiled, row_wise
 from langchain_card.runtime.cpu.row_kernels import exp
+from langchain_card.runtime.cpu.team import Team, together
 
 
 @row_wise
@@ -103,7 +103,7 @@ class Heads(NamedTuple):
 
 
 @compiled()
-def attend(q: Array, k: Array, v: Array, kv: Array, seen: Seen, heads: Heads, threads: int) -> Array:
+def attend(q: Array, k: Array, v: Array, kv: Array, seen: Seen, heads: Heads, team: Team) -> Array:
     """Write rows' keys and values, and attend, each row over the positions that it sees, in order.
 
     A row's arithmetic depends only on its query and the keys and values that it sees: not on their slots, nor on which
@@ -116,7 +116,7 @@ def attend(q: Array, k: Array, v: Array, kv: Array, seen: Seen, heads: Heads, th
         kv: [2, kv_heads, slots, head_dim], keys and values of a layer.
         seen: slots of the rows.
         heads: options of the layer.
-        threads: a result of `compiled.cores`.
+        team: of `team.cores`.
 
     Returns:
         [rows, heads, head_dim].
@@ -125,17 +125,8 @@ def attend(q: Array, k: Array, v: Array, kv: Array, seen: Seen, heads: Heads, th
         kv[0, :, seen.slots[n]] = k[n]
         kv[1, :, seen.slots[n]] = v[n]
     out = np.empty_like(q)
-    if threads == 1:
-        _attend(q, kv, seen, heads, out, 0, 1)
-    else:
-        _attend_together(q, kv, seen, heads, out, threads)
+    _attend_together(team, (q, kv, seen, heads, out))
     return out
-
-
-@compiled(parallel=True)
-def _attend_together(q: Array, kv: Array, seen: Seen, heads: Heads, out: Array, threads: int) -> None:
-    for thread in numba.prange(threads):
-        _attend(q, kv, seen, heads, out, np.int64(thread), threads)
 
 
 @row_wise
@@ -161,3 +152,6 @@ def _attend(q: Array, kv: Array, seen: Seen, heads: Heads, out: Array, thread: i
             _score(q[n, h], kv[0, of], slots, scores)
             _to_chances(scores, factor, cap, count, bits)
             _mix(scores, kv[1, of], slots, out[n, h])
+
+
+_attend_together = together(_attend)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from langchain_card.runtime.cpu import block_attention, row_attention
@@ -18,6 +17,7 @@ from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled,
 from langchain_card.runtime.cpu.integer_kv import Blocks, of_layer
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import dot, gate_row, norm_row, split_heads
+from langchain_card.runtime.cpu.team import Team, together
 
 _FED_ROWS = 256
 """Rows that are gated together. The allocator maps, and clears, more than 32 MB anew each time."""
@@ -69,7 +69,7 @@ class KV(NamedTuple):
 
 
 @compiled()
-def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, threads: int) -> None:
+def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, team: Team) -> None:
     """Run all layers.
 
     Args:
@@ -79,7 +79,7 @@ def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, t
         sin: [rows, head_dim], sines of the rows' positions.
         kv: keys and values.
         seen: slots of the rows.
-        threads: a result of `compiled.cores`.
+        team: of `team.cores`.
     """
     rows, size = cos.shape
     q = np.empty((rows, stack.num_heads, size), np.float32)
@@ -88,33 +88,33 @@ def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, t
     for i in range(len(stack.norms)):
         heads(
             x, stack.norms[i, 0], stack.eps[i, 0], one(stack.qkv, i), stack.bias[i], cos, sin, stack.head_norms[i],
-            stack.head_eps[i], q, k, v, threads,
+            stack.head_eps[i], q, k, v, team,
         )  # fmt: skip
         wanted = Heads(stack.windows[i], stack.scalings[i], stack.softcaps[i])
         if len(kv.floats):
-            attended = row_attention.attend(q, k, v, kv.floats[i], seen, wanted, threads)
+            attended = row_attention.attend(q, k, v, kv.floats[i], seen, wanted, team)
         else:
-            attended = block_attention.attend(q, k, v, of_layer(kv.blocks, i), seen, wanted, threads)
+            attended = block_attention.attend(q, k, v, of_layer(kv.blocks, i), seen, wanted, team)
         rest(
             x, attended.reshape(rows, -1), one(stack.out, i), stack.norms[i, 1], stack.eps[i, 1], one(stack.gate_up, i),
-            one(stack.down, i), threads,
+            one(stack.down, i), team,
         )  # fmt: skip
 
 
 @compiled()
-def linear(x: Array, weights: Weights, bias: Array, threads: int) -> Array:
+def linear(x: Array, weights: Weights, bias: Array, team: Team) -> Array:
     """Run a linear layer.
 
     Args:
         x: [rows, features].
         weights: the layer's matrix.
         bias: [outputs], or empty.
-        threads: a result of `compiled.cores`.
+        team: of `team.cores`.
 
     Returns:
         [rows, outputs].
     """
-    y = _product(x, np.empty(0, np.float32), np.float32(0), weights, threads)
+    y = _product(x, np.empty(0, np.float32), np.float32(0), weights, team)
     out = np.empty((len(x), weights.outputs), np.float32)
     for n in range(len(x)):
         for i in range(weights.outputs):
@@ -126,13 +126,10 @@ def linear(x: Array, weights: Weights, bias: Array, threads: int) -> Array:
 
 
 @compiled()
-def float_linear(x: Array, weight: Array, bias: Array, threads: int) -> Array:
+def float_linear(x: Array, weight: Array, bias: Array, team: Team) -> Array:
     """Run a linear layer whose weights are floats [outputs, features]; see `linear`."""
     out = np.empty((len(x), len(weight)), np.float32)
-    if threads == 1:
-        _dots(x, weight, bias, out, 0, 1)
-    else:
-        _dots_together(x, weight, bias, out, threads)
+    _dots_together(team, (x, weight, bias, out))
     return out
 
 
@@ -146,16 +143,13 @@ def _dots(x: Array, weight: Array, bias: Array, out: Array, thread: int, threads
                 out[n, i] += bias[i]
 
 
-@compiled(parallel=True)
-def _dots_together(x: Array, weight: Array, bias: Array, out: Array, threads: int) -> None:
-    for thread in numba.prange(threads):
-        _dots(x, weight, bias, out, np.int64(thread), threads)
+_dots_together = together(_dots)
 
 
 @compiled()
 def heads(
     x: Array, norm: Array, eps: np.float32, qkv: Weights, bias: Array, cos: Array, sin: Array, head_norms: Array,
-    head_eps: np.float32, q: Array, k: Array, v: Array, threads: int,
+    head_eps: np.float32, q: Array, k: Array, v: Array, team: Team,
 ) -> None:  # fmt: skip
     """Run a layer from its input to the queries, keys and values of its attention.
 
@@ -172,16 +166,16 @@ def heads(
         q: [rows, heads, head_dim], output.
         k: [rows, kv_heads, head_dim], output.
         v: [rows, kv_heads, head_dim], output.
-        threads: a result of `compiled.cores`.
+        team: of `team.cores`.
     """
-    y = _product(x, norm, eps, qkv, threads)
+    y = _product(x, norm, eps, qkv, team)
     for n in range(len(x)):
         split_heads(y[n], bias, cos[n], sin[n], head_norms, head_eps, q[n], k[n], v[n])
 
 
 @compiled()
 def rest(
-    x: Array, attended: Array, out: Weights, norm: Array, eps: np.float32, gate_up: Weights, down: Weights, threads: int
+    x: Array, attended: Array, out: Weights, norm: Array, eps: np.float32, gate_up: Weights, down: Weights, team: Team
 ) -> None:
     """Run a layer from the results of its attention to its output.
 
@@ -193,29 +187,29 @@ def rest(
         eps: epsilon of that norm.
         gate_up: matrix of gates and ups.
         down: matrix after the gates.
-        threads: a result of `compiled.cores`.
+        team: of `team.cores`.
     """
-    _add(x, _product(attended, np.empty(0, np.float32), np.float32(0), out, threads))
+    _add(x, _product(attended, np.empty(0, np.float32), np.float32(0), out, team))
     for begin in range(0, len(x), _FED_ROWS):
         own = x[begin : begin + _FED_ROWS]
-        y = _product(own, norm, eps, gate_up, threads)
+        y = _product(own, norm, eps, gate_up, team)
         rounded = empty_rounded(len(own), down.features)
-        if threads == 1 or len(own) == 1:
+        if len(own) == 1:
             _gate(y, gate_up.outputs // 2, down.features, rounded, 0, 1)
         else:
-            _gate_together(y, gate_up.outputs // 2, down.features, rounded, threads)
-        _add(own, multiply(rounded, down, threads))
+            _gate_together(team, (y, gate_up.outputs // 2, down.features, rounded))
+        _add(own, multiply(rounded, down, team))
 
 
 @compiled()
-def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, threads: int) -> Array:
+def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, team: Team) -> Array:
     """Multiply rows, normed first if there is a norm."""
     rounded = empty_rounded(len(x), weights.features)
-    if threads == 1 or len(x) == 1:
+    if len(x) == 1:
         _read(x, norm, eps, weights.features, rounded, 0, 1)
     else:
-        _read_together(x, norm, eps, weights.features, rounded, threads)
-    products: Array = multiply(rounded, weights, threads)
+        _read_together(team, (x, norm, eps, weights.features, rounded))
+    products: Array = multiply(rounded, weights, team)
     return products
 
 
@@ -231,10 +225,7 @@ def _read(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounde
         round_row(row, n, len(x), rounded)
 
 
-@compiled(parallel=True)
-def _read_together(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, threads: int) -> None:
-    for thread in numba.prange(threads):
-        _read(x, norm, eps, features, rounded, np.int64(thread), threads)
+_read_together = together(_read)
 
 
 @compiled()
@@ -246,10 +237,7 @@ def _gate(y: Array, size: int, features: int, rounded: Rounded, thread: int, thr
         round_row(row, n, len(y), rounded)
 
 
-@compiled(parallel=True)
-def _gate_together(y: Array, size: int, features: int, rounded: Rounded, threads: int) -> None:
-    for thread in numba.prange(threads):
-        _gate(y, size, features, rounded, np.int64(thread), threads)
+_gate_together = together(_gate)
 
 
 @row_wise

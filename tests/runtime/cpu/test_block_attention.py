@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from langchain_card.runtime.cpu import block_attention
-from langchain_card.runtime.cpu.compiled import cores
 from langchain_card.runtime.cpu.integer_kv import BLOCK_SLOTS, IntegerKV, of_layer
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
+from langchain_card.runtime.cpu.team import cores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,8 +24,8 @@ def test_what_a_row_does_not_see_may_be_no_number(softcap: float) -> None:
     def attend(left: float) -> np.ndarray:
         kv = of_layer(IntegerKV(4 * BLOCK_SLOTS, layers=1, kv_heads=2, head_dim=32).blocks, 0)
         kv.key_scales[:], kv.value_scales[:] = left, left
-        with cores() as threads:
-            return np.asarray(block_attention.attend(q, k, v, kv, seen, Heads(1 << 62, 0.2, softcap), threads))
+        with cores() as team:
+            return np.asarray(block_attention.attend(q, k, v, kv, seen, Heads(1 << 62, 0.2, softcap), team))
 
     clean = attend(0.0)
     assert np.isfinite(clean).all()

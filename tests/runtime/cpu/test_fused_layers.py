@@ -16,6 +16,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.cpu import quantized_weights, row_attention, row_kernels
 from langchain_card.runtime.cpu.fused_layers import FusedLayer, FusedStack
+from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
@@ -168,7 +169,9 @@ def test_attention_is_that_of_torch(dtype: Any, softcap: float, shift: float, wi
         own, np.array([10, 10]), np.array([21, 21]), np.array([2, 5, 2, 7, 8, 3]), np.array([2, 6])
     )
     heads = row_attention.Heads(window, 0.3, softcap)
-    out = row_attention.attend(q, k, v, kv, rows, heads, threads)
+    torch.set_num_threads(threads)
+    with cores() as team:
+        out = row_attention.attend(q, k, v, kv, rows, heads, team)
     for row in range(2):
         key, value = torch.from_numpy(kv[:, :, seen[row][-window:]]).repeat_interleave(2, dim=1)
         scores = torch.einsum("hd,hkd->hk", torch.from_numpy(q[row]), key) * 0.3

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS
 from langchain_card.runtime.cpu.blocks.kernel import BLOCK, UNITS, block_tile
 from langchain_card.runtime.cpu.blocks.tiles import TILE, block_size
 from langchain_card.runtime.cpu.compiled import Array, Bytes, Integers, Levels, Slots, compiled
+from langchain_card.runtime.cpu.team import Team, together
 from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
 _LEVELS: np.float32 = np.float32(127.0)
@@ -139,23 +139,13 @@ def round_row(row: Array, n: int, count: int, out: Rounded) -> None:
 
 
 @compiled()
-def multiply(rounded: Rounded, weights: Weights, threads: int) -> Array:
+def multiply(rounded: Rounded, weights: Weights, team: Team) -> Array:
     """Return products [rows, outputs, up to whole tiles]; columns beyond the outputs are undefined."""
     count = len(rounded.levels) // weights.features
     last = weights.parts[len(weights.parts) - 1]
     out = np.empty((count, (last[2] + last[3]) * TILE), np.float32)
-    if threads == 1:
-        _stretch(rounded, weights, out, 0, 1)
-    else:
-        _stretches(rounded, weights, out, threads)
+    _stretches(team, (rounded, weights, out))
     return out
-
-
-@compiled(parallel=True)
-def _stretches(rounded: Rounded, weights: Weights, out: Array, threads: int) -> None:
-    """Multiply on all threads."""
-    for thread in numba.prange(threads):
-        _stretch(rounded, weights, out, np.int64(thread), threads)
 
 
 @compiled()
@@ -181,3 +171,6 @@ def _stretch(rounded: Rounded, weights: Weights, out: Array, thread: int, thread
                         out[n, (first + t) * TILE :].ctypes.data, length,
                     )  # fmt: skip
                 n += rows
+
+
+_stretches = together(_stretch)

@@ -1,0 +1,108 @@
+"""Threads that share compiled code: every share once, however they meet; a thread that waits gives its core away."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from langchain_card.runtime.cpu.compiled import Array, Numbers, compiled
+from langchain_card.runtime.cpu.team import Team, cores, together
+
+ROUNDS = 300
+
+
+@compiled()
+def _mark(out: Numbers, first: float, row: Array, thread: int, threads: int) -> None:
+    out[thread] += first + row.sum() + threads
+
+
+_marks = together(_mark)
+
+
+@compiled()
+def mark_often(out: Numbers, row: Array, rounds: int, team: Team) -> None:
+    for i in range(rounds):
+        _marks(team, (out, i, row))
+
+
+def results(threads: int, rounds: int = ROUNDS) -> Any:
+    torch.set_num_threads(threads)
+    out = np.zeros(threads)
+    with cores() as team:
+        mark_often(out, np.ones(3, np.float32), rounds, team)
+    return out
+
+
+def expected(threads: int, rounds: int = ROUNDS) -> Any:
+    return np.full(threads, rounds * (3 + threads) + rounds * (rounds - 1) / 2)
+
+
+def test_each_thread_gets_its_share_each_time() -> None:
+    for threads in (1, 2, 5, 3):
+        assert np.array_equal(results(threads), expected(threads))
+
+
+def test_several_callers_have_teams_of_their_own() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda number: results(1 + number % 3), range(24)):
+            assert np.array_equal(found, expected(len(found)))
+
+
+def test_helpers_that_sleep_are_woken() -> None:
+    """Short calls with pauses around the time after which a helper sleeps (0.3 s)."""
+    for pause in (0.0, 0.0005, 0.002, 0.01, 0.03) * 5:
+        assert np.array_equal(results(2, 1), expected(2, 1))
+        time.sleep(pause)
+
+
+def test_helpers_end_with_their_caller() -> None:
+    caller = threading.Thread(target=lambda: results(3))
+    before = threading.active_count()
+    caller.start()
+    caller.join()
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        time.sleep(0.01)
+
+
+ON_ONE_CORE = """
+import os, time
+import numpy
+from tests.runtime.cpu.test_team import results
+
+results(2)
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
+begun = time.process_time()
+results(2, 2000)
+print(time.process_time() - begun)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="for Linux")
+def test_threads_that_wait_give_their_core_to_others() -> None:
+    """Two threads on one core; each round would take milliseconds if it had to be taken away from them (3 s)."""
+    done = subprocess.run([sys.executable, "-c", ON_ONE_CORE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2.0, "2,000 rounds took more than a millisecond of computing each"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="for systems that fork")
+def test_a_fork_makes_helpers_of_its_own() -> None:
+    code = "import os; from tests.runtime.cpu.test_team import *; results(2); pid = os.fork()\n"
+    code += "ok = bool((results(2) == expected(2)).all())\n"
+    code += "os._exit(not ok) if pid == 0 else exit(os.waitpid(pid, 0)[1] or not ok)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
