@@ -128,7 +128,7 @@ def test_the_built_in_pair_ten_prompts(say: Callable[[str], None]) -> None:
         check_equal(engine, prompts.load(PROMPTS, 10), 128, say)
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
         say(f"resident memory {rss:.2f} GiB")
-        assert rss < 6.0
+        assert rss < 3.0
 
 
 @pytest.mark.pair

@@ -53,7 +53,7 @@ def test_unknown_name_is_refused_at_once(name: str, tmp_path: Path, monkeypatch:
     started = time.monotonic()
     with pytest.raises(UnknownModelError, match="neither a built-in name"):
         ModelStore(tmp_path).prepare(name, "float")
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 5, "it waited for a network"
 
 
 def test_unknown_name_carries_the_nearest() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
 from langchain_card.runtime.cpu.blocks.matmul import Weights, empty_rounded, multiply, round_row
-from langchain_card.runtime.cpu.blocks.packing import Blocks, Part, pack
+from langchain_card.runtime.cpu.blocks.packing import MatrixPart, StoredRows, pack
 from langchain_card.runtime.cpu.team import cores
+from langchain_card.runtime.threads import use_threads
 
 
 def features_of(form: Format) -> int:
-    """Blocks of 256 features and, where the format allows it, a part of one."""
+    """StoredRows of 256 features and, where the format allows it, a part of one."""
     return 768 if form.features == 256 else 928
 
 
@@ -32,14 +32,14 @@ def blocks(form: Format, outputs: int, seed: int = 0, *, features: int = 0, size
 
 def matrix(*parts: tuple[int, Any]) -> Weights:
     """A matrix of parts: number of a format, and blocks."""
-    return pack([Part(number, [Blocks(number, rows)]) for number, rows in parts])
+    return pack([MatrixPart(number, [StoredRows(number, rows)]) for number, rows in parts])
 
 
 def product(x: Any, weights: Weights, threads: int = 1) -> Any:
     rounded = empty_rounded(len(x), x.shape[1])
     for n in range(len(x)):
         round_row(x[n], n, len(x), rounded)
-    torch.set_num_threads(threads)
+    use_threads(threads)
     with cores() as team:
         return multiply(rounded, weights, team)[:, : weights.outputs]
 

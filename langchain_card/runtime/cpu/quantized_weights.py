@@ -15,7 +15,7 @@ from langchain_card.errors import CorruptModelError
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
 from langchain_card.runtime.cpu.blocks.kernel import BLOCK
 from langchain_card.runtime.cpu.blocks.matmul import Weights
-from langchain_card.runtime.cpu.blocks.packing import Blocks, Packer, Part
+from langchain_card.runtime.cpu.blocks.packing import MatrixPart, Packer, StoredRows
 from langchain_card.runtime.cpu.blocks.tiles import TILE
 from langchain_card.runtime.cpu.compiled import Bytes
 from langchain_card.runtime.cpu.fused_layers import fuse_layers
@@ -85,10 +85,10 @@ class StoredTensor(NamedTuple):
         blocks: Bytes = self.data.map()
         return blocks[list(self.order)] if self.order else blocks
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> StoredRows:
         """Return the blocks in the file's order."""
         assert self.form is not None
-        return Blocks(self.form, self.data.map(), self.order, mapped=True)
+        return StoredRows(self.form, self.data.map(), self.order, mapped=True)
 
     def head(self, outputs: int | None) -> StoredTensor:
         """Return the first outputs; all for None."""
@@ -110,7 +110,7 @@ class _Stack(NamedTuple):
 
     names: tuple[str, ...]
     sizes: list[int]
-    parts: list[Part]
+    parts: list[MatrixPart]
 
 
 class StoredTensors(dict[str, StoredTensor]):
@@ -240,9 +240,9 @@ def _stack(tensors: Mapping[str, StoredTensor], names: tuple[str, ...], most: in
     """Plan a matrix, whose blocks get the format `most` if they have more bits."""
     found = [tensors[f"{name}.weight"] for name in names]
     sizes = [tensor.shape[0] for tensor in found]
-    parts = [Part(_form(tensor, most), [tensor.blocks()]) for tensor in found]
+    parts = [MatrixPart(_form(tensor, most), [tensor.blocks()]) for tensor in found]
     if any(size % TILE for size in sizes[:-1]):  # then outputs of several layers share a tile
-        parts = [Part(parts[0].form, [tensor.blocks() for tensor in found])]
+        parts = [MatrixPart(parts[0].form, [tensor.blocks() for tensor in found])]
     return _Stack(names, sizes, parts)
 
 

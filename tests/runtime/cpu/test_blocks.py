@@ -16,7 +16,7 @@ import pytest
 from langchain_card.runtime.cpu import vectors
 from langchain_card.runtime.cpu.blocks import formats
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
-from langchain_card.runtime.cpu.blocks.packing import Blocks, Packer, Part
+from langchain_card.runtime.cpu.blocks.packing import MatrixPart, Packer, StoredRows
 from langchain_card.runtime.cpu.blocks.rounding import quantize
 from tests.support.blocks import blocks, features_of, matrix, product
 
@@ -77,10 +77,10 @@ def test_blocks_may_be_rounded_ordered_and_mapped_and_share_tiles(form: Format, 
     order = tuple(np.random.default_rng(4).permutation(300).tolist())
     (tmp_path / "file").write_bytes(first.tobytes())
     held = np.asarray(np.memmap(tmp_path / "file", np.uint8, "c", 0, first.shape)) if mapped else first
-    given = [Blocks(form.number, held, order, mapped=mapped), Blocks(form.number, second)]
+    given = [StoredRows(form.number, held, order, mapped=mapped), StoredRows(form.number, second)]
     rows, x = np.concatenate([first[list(order)], second]), np.ones((1, features_of(form)), np.float32)
     for number in (form.number, formats.Q4_0):
-        packer = Packer([[Part(number, given)]])
+        packer = Packer([[MatrixPart(number, given)]])
         with ThreadPoolExecutor(2) as pool:
             [thread.result() for thread in [pool.submit(packer.run) for _ in range(2)]]
         rounded = rows if number == form.number else quantize(number, formats.dequantize(form.number, rows))

@@ -19,6 +19,7 @@ from langchain_card.runtime.cpu.fused_layers import FusedLayer, FusedStack
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.threads import use_threads
 from tests.support import tiny
 from tests.support.integer_kv import rotate
 
@@ -169,7 +170,7 @@ def test_attention_is_that_of_torch(dtype: Any, softcap: float, shift: float, wi
         own, np.array([10, 10]), np.array([21, 21]), np.array([2, 5, 2, 7, 8, 3]), np.array([2, 6])
     )
     heads = row_attention.Heads(window, 0.3, softcap)
-    torch.set_num_threads(threads)
+    use_threads(threads)
     with cores() as team:
         out = row_attention.attend(q, k, v, kv, rows, heads, team)
     for row in range(2):

@@ -9,42 +9,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from langchain_card.runtime.cpu.compiled import Array, Numbers, compiled
-from langchain_card.runtime.cpu.team import Team, cores, together
-
-ROUNDS = 300
-
-
-@compiled()
-def _mark(out: Numbers, first: float, row: Array, thread: int, threads: int) -> None:
-    out[thread] += first + row.sum() + threads
-
-
-_marks = together(_mark)
-
-
-@compiled()
-def mark_often(out: Numbers, row: Array, rounds: int, team: Team) -> None:
-    for i in range(rounds):
-        _marks(team, (out, i, row))
-
-
-def results(threads: int, rounds: int = ROUNDS) -> Any:
-    torch.set_num_threads(threads)
-    out = np.zeros(threads)
-    with cores() as team:
-        mark_often(out, np.ones(3, np.float32), rounds, team)
-    return out
-
-
-def expected(threads: int, rounds: int = ROUNDS) -> Any:
-    return np.full(threads, rounds * (3 + threads) + rounds * (rounds - 1) / 2)
+from tests.support.teams import expected, results
 
 
 def test_each_thread_gets_its_share_each_time() -> None:
@@ -80,7 +49,7 @@ def test_helpers_end_with_their_caller() -> None:
 ON_ONE_CORE = """
 import os, time
 import numpy
-from tests.runtime.cpu.test_team import results
+from tests.support.teams import results
 
 results(2)
 for thread in os.listdir("/proc/self/task"):
@@ -101,7 +70,7 @@ def test_threads_that_wait_give_their_core_to_others() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="for systems that fork")
 def test_a_fork_makes_helpers_of_its_own() -> None:
-    code = "import os; from tests.runtime.cpu.test_team import *; results(2); pid = os.fork()\n"
+    code = "import os; from tests.support.teams import expected, results; results(2); pid = os.fork()\n"
     code += "ok = bool((results(2) == expected(2)).all())\n"
     code += "os._exit(not ok) if pid == 0 else exit(os.waitpid(pid, 0)[1] or not ok)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)

@@ -29,8 +29,8 @@ _PAGE = mmap.PAGESIZE
 _UNUSED = getattr(mmap, "MADV_DONTNEED", None)
 
 
-class Blocks(NamedTuple):
-    """Blocks of a file.
+class StoredRows(NamedTuple):
+    """Rows of blocks, of a file or in memory.
 
     Attributes:
         form: number of their format.
@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
         return int(self.rows.shape[1]) // form.size * form.features
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """A part of a matrix, whole tiles in one format; only the last part of a matrix may have an incomplete tile.
 
     Attributes:
@@ -65,7 +65,7 @@ class Part(NamedTuple):
     """
 
     form: int
-    blocks: Sequence[Blocks]
+    blocks: Sequence[StoredRows]
 
     @property
     def outputs(self) -> int:
@@ -90,7 +90,7 @@ class Packer:
         matrices: the parts of each.
     """
 
-    def __init__(self, matrices: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, matrices: Sequence[Sequence[MatrixPart]]) -> None:
         self._matrices = matrices
         parts = list(itertools.chain(*matrices))
         sizes = [part.tiles * part.tile_bytes for part in parts]
@@ -132,7 +132,7 @@ class Packer:
         return found
 
 
-def pack(parts: Sequence[Part]) -> Weights:
+def pack(parts: Sequence[MatrixPart]) -> Weights:
     """Lay out one matrix."""
     packer = Packer([parts])
     packer.run()
