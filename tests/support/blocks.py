@@ -14,7 +14,7 @@ from langchain_card.runtime.threads import use_threads
 
 
 def features_of(form: Format) -> int:
-    """StoredRows of 256 features and, where the format allows it, a part of one."""
+    """Blocks of 256 features and, where the format allows it, a part of one."""
     return 768 if form.features == 256 else 928
 
 
