@@ -10,17 +10,17 @@ from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
-import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.cpu import row_layers
-from langchain_card.runtime.cpu.blocks.matmul import empty_rounded, multiply, round_row
+from langchain_card.runtime.cpu.blocks.activations import empty_rounded, round_row
+from langchain_card.runtime.cpu.blocks.matmul import multiply
 from langchain_card.runtime.cpu.plan import RowStablePlan
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.threads import num_cores
+from langchain_card.runtime.threads import num_cores, use_threads
 
 CONTEXT, WIDTHS, RUNS = 200, (1, 2, 4, 8, 16), 20
 
@@ -83,7 +83,7 @@ class Meter:
 
 def main() -> None:
     cores_here = num_cores()
-    torch.set_num_threads(cores_here)
+    use_threads(cores_here, in_torch=False)
     pair = resolve(EngineConfig())
     meter = Meter()
     meter.around(RowStablePlan, "decode", "layers")
@@ -98,9 +98,9 @@ def main() -> None:
         for _ in range(RUNS + 2):
             for width, (step, multiply_all) in steps.items():
                 both = [*meter.of(step), meter.of(multiply_all)[0]]
-                torch.set_num_threads(1)
+                use_threads(1, in_torch=False)
                 samples[width].append([*both, meter.of(step)[0]])
-                torch.set_num_threads(cores_here)
+                use_threads(cores_here, in_torch=False)
         for width, runs in samples.items():
             whole, layers, head, rest, alone, one_thread = (
                 statistics.median(column) for column in zip(*runs[2:], strict=True)

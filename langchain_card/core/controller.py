@@ -43,6 +43,9 @@ WAIT_SHARE = 0.6
 MIN_CHANCE = 0.002
 """Nodes that the target reaches with a smaller chance are never expanded."""
 
+FIRST_TRIAL = 8
+"""Requests after which the slower schedule is measured again; then twice as many, and so on."""
+
 STAY = 0.85
 """Running requests change their schedule if another one is expected to take less than this share of the time."""
 
@@ -76,7 +79,7 @@ class Controller:
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.first_hits = Mean(prior=0.8, weight=5, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.9, weight=5, decay=SIZE_DECAY)
-        self.trials: dict[Schedule, Probe] = {"parallel": Probe(), "sequential": Probe()}
+        self.trials: dict[Schedule, Probe] = {"parallel": Probe(FIRST_TRIAL), "sequential": Probe(FIRST_TRIAL)}
         self._num_seqs_before = 0
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
@@ -85,7 +88,7 @@ class Controller:
         """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster.
 
         A request that begins alone may be a trial: both schedules are measured first, and the slower one again after
-        32, 64, 128, ... requests. Several requests that begin before any measurement run `sequential`.
+        8, 16, 32, ... requests. Several requests that begin before any measurement run `sequential`.
         """
         before, self._num_seqs_before = self._num_seqs_before, num_seqs
         if not (self.shared_device and self.overlaps):
@@ -122,15 +125,22 @@ class Controller:
         return {load.schedule: self.seconds_a_token(load, own) for load, own in zip(loads, costs, strict=True)}
 
     def seconds_a_token(self, load: Load, costs: CostModel | None = None) -> float:
-        """Return the expected time per token of all answers, from step times alone; 0 before they were measured.
+        """Return the expected time per token of all answers; 0 before steps were measured.
 
-        Texts differ more than schedules do, so comparing the speeds of two answers would tell little. The model: a pass
-        verifies a chain of `lead` candidates, each right as often as drafts usually are. Drafting it takes time of its
-        own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A draft whose reading
-        does not pay drafts nothing: the target decodes alone.
+        Texts differ more than schedules do, so comparing the speeds of two answers would tell little. So speeds are
+        compared with what step times and hits let expect of their own text (`_modelled`), over many passes.
+        """
+        costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
+        return self._modelled(load, costs) * costs.per_expected.value
+
+    def _modelled(self, load: Load, costs: CostModel) -> float:
+        """Return the time per token that step times and hits alone let expect; 0 before they were measured.
+
+        A pass verifies a chain of `lead` candidates, each right as often as drafts usually are. Drafting it takes time
+        of its own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A draft whose
+        reading does not pay drafts nothing: the target decodes alone.
         """
         (schedule, num_seqs, _), right = load, min(self.usual_hits.value, 0.99)
-        costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
         if not costs.comparable:
             return 0.0
         if not (step := costs.draft.at(num_seqs)):
@@ -243,6 +253,8 @@ class Controller:
         costs.window_probe.seen() if rows > requests else costs.window_probe.missed()
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
+            if costs.known and (expected := self._modelled(load, costs)):
+                costs.per_expected.add(since_last / tokens / expected, tokens)
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
         """Learn the time of a draft step, its depth, and how requests share it."""

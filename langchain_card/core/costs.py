@@ -22,6 +22,9 @@ MAX_SURPRISE = 2.0
 FIRST_PROBE = 32
 """Passes after which a step that does not seem to pay is tried again."""
 
+EXPECTED_WEIGHT = 8.0
+"""Tokens that the expectation is worth before it was compared with what was measured."""
+
 ROW_COST = 0.05
 """Assumed cost of one more row, as a share of a step, before it was measured."""
 
@@ -157,6 +160,7 @@ class CostModel:
         read_cost: time in which a draft reads a token of a text.
         has_read: whether a draft has read before.
         per_token: time per token of all answers together.
+        per_expected: measured time per token as a multiple of the expected one, over many passes.
         draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
     """
 
@@ -168,6 +172,7 @@ class CostModel:
         self.read_cost: Mean = Mean() if alike is None else alike.read_cost.copy()
         self.has_read: bool = alike is not None and alike.has_read
         self.per_token: Mean = Mean(prior=self.target.at(num_seqs) / num_seqs)
+        self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, SIZE_DECAY) if alike is None else alike.per_expected.copy()
         if alike is not None and alike.num_seqs == num_seqs:
             self.per_token = alike.per_token.copy()
         self.draft_probe, self.window_probe = (

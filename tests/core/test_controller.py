@@ -188,8 +188,8 @@ class Told(Controller):
 def observe(policy: Controller, load: Load, one: float, eight: float, step: float) -> None:
     """Shows a policy passes of one row and of eight, and draft steps, of these seconds."""
     for _ in range(40):
-        policy.observe_pass(load, 1, 1, 1, one, one)
-        policy.observe_pass(load, 1, 8, 4, eight, eight)
+        policy.observe_pass(load, 1, 1, 1, one, None)
+        policy.observe_pass(load, 1, 8, 4, eight, None)
         policy.observe_draft_step(load, 1, 1, step, 1)
 
 
@@ -218,6 +218,19 @@ def test_auto_changes_with_the_number_of_requests() -> None:
     assert policy.auto(16, "sequential") == "sequential"
     assert policy.auto(1, "sequential") == "parallel", "the last one of a batch"
     assert policy.auto(1, "parallel") == "parallel"
+
+
+def test_auto_follows_what_was_measured_where_steps_let_expect_something_else() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("parallel")
+    assert policy.auto(1, None) == "parallel"
+    expected = policy.seconds_a_token(load)
+    for _ in range(100):
+        policy.observe_pass(load, 1, 8, 4, 0.10, 4 * 1.5 * expected)  # misses waste more than the model says
+    assert policy.seconds_a_token(load) == pytest.approx(1.5 * expected, rel=0.1)
+    assert policy.auto(1, None) == "sequential"
+    for _ in range(200):
+        policy.observe_pass(Load("sequential"), 1, 8, 2, 0.09, 2 * 4 * expected)  # a harder text, or a busy machine
+    assert policy.auto(1, None) == "parallel"
 
 
 def test_long_texts_have_step_times_of_their_own() -> None:
@@ -276,7 +289,7 @@ def test_auto_tries_what_was_never_measured_and_seldom_what_is_slower() -> None:
     assert fresh.auto(1, None) == "parallel"
     policy = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
     ran = [policy.auto(1, None) for _ in range(200)]
-    assert [i for i, schedule in enumerate(ran) if schedule == "parallel"] == [32, 97]
+    assert [i for i, schedule in enumerate(ran) if schedule == "parallel"] == [8, 25, 58, 123]
 
 
 def test_reading_never_comes_to_a_halt() -> None:

@@ -16,7 +16,7 @@ The width is head_dim, padded to whole tiles of 32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -171,6 +171,13 @@ def _move(source: Blocks, place: int, target: Blocks, target_place: int) -> None
 
 
 @compiled()
+def _fill(target: Any, source: Any) -> None:
+    """Copy an array: numba's own assignment does this number by number."""
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+@compiled()
 def gather(kv: Blocks, head: int, first: int, committed: int, path: Slots, out: Blocks) -> None:
     """Build the block of a row's own: its last committed slots, and its path after them.
 
@@ -184,8 +191,10 @@ def gather(kv: Blocks, head: int, first: int, committed: int, path: Slots, out: 
     """
     if committed > 0:
         source = of_block(kv, head, first // BLOCK_SLOTS)
-        out.keys[:], out.key_scales[:] = source.keys, source.key_scales
-        out.values[:], out.value_scales[:] = source.values, source.value_scales
+        _fill(out.keys.view(np.int64), source.keys.view(np.int64))
+        _fill(out.key_scales, source.key_scales)
+        _fill(out.values.view(np.int64), source.values.view(np.int64))
+        _fill(out.value_scales, source.value_scales)
     for i in range(max(0, -committed), min(len(path), BLOCK_SLOTS - committed)):
         _move(of_block(kv, head, path[i] // BLOCK_SLOTS), path[i] % BLOCK_SLOTS, out, committed + i)
 

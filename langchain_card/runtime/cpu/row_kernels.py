@@ -77,12 +77,18 @@ def dot(x: Array, y: Array) -> np.float32:
 
 
 @row_wise
-def norm_row(x: Array, weight: Array, eps: np.float32, out: Array) -> None:
-    """Apply an RMS norm."""
+def norm_factor(x: Array, eps: np.float32) -> np.float32:
+    """Return the factor of an RMS norm for all features of a row."""
     total = np.float32(0.0)
     for i in range(len(x)):
         total += x[i] * x[i]
-    factor = _ONE / np.sqrt(total / np.float32(len(x)) + eps)
+    factor: np.float32 = _ONE / np.sqrt(total / np.float32(len(x)) + eps)
+    return factor
+
+
+@row_wise
+def norm_row(x: Array, weight: Array, factor: np.float32, out: Array) -> None:
+    """Apply an RMS norm with its factor to some features of a row."""
     for i in range(len(x)):
         out[i] = weight[i] * (x[i] * factor)
 
@@ -108,21 +114,21 @@ def exp(row: Array, bits: Any) -> None:
 
 
 @row_wise
-def gate_row(y: Array, out: Array, bits: Any) -> None:
+def gate_row(gate: Array, up: Array, out: Array, bits: Any) -> None:
     """Compute SiLU(gate) * up.
 
     Args:
-        y: [at least 2 x features] gates, then ups.
-        out: [features].
-        bits: int32 [features], scratch.
+        gate: [features].
+        up: [features].
+        out: [features or more].
+        bits: int32 [features or more], scratch.
     """
-    size = len(out)
-    gate, up = y[:size], y[size : 2 * size]
-    for i in range(size):
-        out[i] = min(-gate[i], EXP_LIMIT)
-    exp(out, bits)
-    for i in range(size):
-        out[i] = gate[i] / (_ONE + out[i]) * up[i]
+    own = out[: len(gate)]
+    for i in range(len(own)):
+        own[i] = min(-gate[i], EXP_LIMIT)
+    exp(own, bits)
+    for i in range(len(own)):
+        own[i] = gate[i] / (_ONE + own[i]) * up[i]
 
 
 @row_wise
@@ -154,7 +160,7 @@ def split_heads(
     for h in range(num_q + num_k):
         own = row[h * size : (h + 1) * size]
         if len(norms):
-            norm_row(own, norms[0 if h < num_q else 1], eps, own)
+            norm_row(own, norms[0 if h < num_q else 1], norm_factor(own, eps), own)
         out = q[h] if h < num_q else k[h - num_q]
         for i in range(half):
             out[i] = own[i] * cos[i] - own[i + half] * sin[i]

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from langchain_card.runtime.cpu import block_attention, row_attention
-from langchain_card.runtime.cpu.blocks.matmul import Rounded, Weights, empty_rounded, multiply, one, round_row
+from langchain_card.runtime.cpu.blocks.activations import Rounded, empty_rounded, round_block, scratch
+from langchain_card.runtime.cpu.blocks.kernel import BLOCK
+from langchain_card.runtime.cpu.blocks.matmul import Weights, multiply, one
 from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled, row_wise
 from langchain_card.runtime.cpu.integer_kv import Blocks, of_layer
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
-from langchain_card.runtime.cpu.row_kernels import dot, gate_row, norm_row, split_heads
+from langchain_card.runtime.cpu.row_kernels import dot, gate_row, norm_factor, norm_row, split_heads
 from langchain_card.runtime.cpu.team import Team, together
 
 _FED_ROWS = 256
@@ -194,10 +196,7 @@ def rest(
         own = x[begin : begin + _FED_ROWS]
         y = _product(own, norm, eps, gate_up, team)
         rounded = empty_rounded(len(own), down.features)
-        if len(own) == 1:
-            _gate(y, gate_up.outputs // 2, down.features, rounded, 0, 1)
-        else:
-            _gate_together(team, (y, gate_up.outputs // 2, down.features, rounded))
+        _gate_together(team, (y, gate_up.outputs // 2, down.features, rounded))
         _add(own, multiply(rounded, down, team))
 
 
@@ -215,14 +214,20 @@ def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, team: Tea
 
 @compiled()
 def _read(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, thread: int, threads: int) -> None:
-    """Norm and round a thread's rows."""
-    row = np.zeros(features, np.float32)
-    for n in range(thread, len(x), threads):
+    """Norm and round a thread's blocks of features, in all rows: threads that shared a block would share its lines."""
+    own, factor, blocks = scratch(), np.float32(1), (features + BLOCK - 1) // BLOCK
+    for n in range(len(x)):
         if len(norm):
-            norm_row(x[n], norm, eps, row)
-        else:
-            row[: x.shape[1]] = x[n]
-        round_row(row, n, len(x), rounded)
+            factor = norm_factor(x[n], eps)
+        for i in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+            begin = i * BLOCK
+            part = x[n, begin : begin + BLOCK]
+            own.row[len(part) :] = 0
+            if len(norm):
+                norm_row(part, norm[begin : begin + BLOCK], factor, own.row)
+            else:
+                own.row[: len(part)] = part
+            round_block(own, i, n, len(x), rounded)
 
 
 _read_together = together(_read)
@@ -230,11 +235,14 @@ _read_together = together(_read)
 
 @compiled()
 def _gate(y: Array, size: int, features: int, rounded: Rounded, thread: int, threads: int) -> None:
-    """Gate and round a thread's rows, `size` values each."""
-    row, bits = np.zeros(features, np.float32), np.empty(features, np.int32)
-    for n in range(thread, len(y), threads):
-        gate_row(y[n], row[:size], bits)
-        round_row(row, n, len(y), rounded)
+    """Gate and round a thread's blocks of features, in all rows of `size` values each."""
+    own, blocks = scratch(), (features + BLOCK - 1) // BLOCK
+    for n in range(len(y)):
+        for i in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+            begin, end = i * BLOCK, min((i + 1) * BLOCK, size)
+            own.row[max(0, end - begin) :] = 0
+            gate_row(y[n, begin:end], y[n, size + begin : size + end], own.row, own.bits)
+            round_block(own, i, n, len(y), rounded)
 
 
 _gate_together = together(_gate)

@@ -128,14 +128,15 @@ def test_passes_compute_what_torch_does() -> None:
         weight = torch.rand(size, generator=generator)
         out, scale = np.empty((5, size), np.float32), np.empty(5, np.float32)
         for n in range(5):
-            row_kernels.norm_row(x[n].numpy(), weight.numpy(), np.float32(1e-6), out[n])
+            factor = row_kernels.norm_factor(x[n].numpy(), np.float32(1e-6))
+            row_kernels.norm_row(x[n].numpy(), weight.numpy(), factor, out[n])
             scale[n] = row_kernels.scale_row(out[n])
         assert abs(out).max() == pytest.approx(1)
         wanted = rotate(F.rms_norm(x, (size,), weight, 1e-6))
         torch.testing.assert_close(torch.from_numpy(out * scale[:, None]), wanted, rtol=1e-4, atol=1e-5)
         y = 9 * torch.randn(5, 2 * size, generator=generator)
         for n in range(5):
-            row_kernels.gate_row(y[n].numpy(), out[n], np.empty(size, np.int32))
+            row_kernels.gate_row(y[n, :size].numpy(), y[n, size:].numpy(), out[n], np.empty(size, np.int32))
             scale[n] = row_kernels.scale_row(out[n])
         gate, up = y.split(size, dim=1)
         wanted = rotate(F.silu(gate) * up)
