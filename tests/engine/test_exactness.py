@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Pairs = dict[str, tuple[str, str]]
 SCALE = 5 if os.environ.get("CARD_EXPLORE") else 1
 SCHEDULES = ("plain", "sequential", "parallel")
-MAX_TOKENS = 34
+MAX_TOKENS = 36
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "the quick brown fox; the quick brown", "x" * 130]
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

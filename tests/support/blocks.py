@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
 from langchain_card.runtime.cpu.blocks.activations import empty_rounded, round_row
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
 from langchain_card.runtime.cpu.blocks.matmul import Weights, multiply
 from langchain_card.runtime.cpu.blocks.packing import MatrixPart, StoredRows, pack
 from langchain_card.runtime.cpu.team import cores

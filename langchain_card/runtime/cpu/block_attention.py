@@ -99,40 +99,56 @@ def attend(q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, t
         np.empty((rows, kv_heads, group), np.float32),
     )
     out = np.empty_like(q)
-    if rows == 1:
-        _prepare(q, k, v, kv, seen, heads, queries, 0, 1)
-    else:
-        _prepare_together(team, (q, k, v, kv, seen, heads, queries))
+    _prepare_together(team, (q, k, v, kv, seen, heads, queries))
     _attend_together(team, (queries, kv, seen, heads, out))
     return out
+
+
+@compiled()
+def _tile_rows(rows: int, kv_heads: int, threads: int) -> int:
+    """Return the largest number of rows of a tile that gives each thread one, if there are as many."""
+    return max(1, min(ROW_TILE, rows * kv_heads // threads))
 
 
 @compiled()
 def _prepare(
     q: Array, k: Array, v: Array, kv: Blocks, seen: Seen, heads: Heads, queries: _Queries, thread: int, threads: int
 ) -> None:
-    """Write the keys and values of a thread's rows, and round their queries."""
-    begin, end = len(q) * thread // threads, len(q) * (thread + 1) // threads
-    write(k, v, kv, seen.slots, begin, end)
-    kv_heads, size = k.shape[1:]
-    group, width = q.shape[1] // kv_heads, kv.values.shape[2] // BLOCK_SLOTS
-    row, levels = np.empty(size, np.float32), np.zeros(width, np.int8)
+    """Write the keys and values of a thread's tiles, and round their queries.
+
+    Neighbouring slots of a head share lines of the cache, so one thread writes them, which also reads them first.
+    """
+    rows, kv_heads = k.shape[:2]
+    unit, largest = 0, _tile_rows(rows, kv_heads, threads)
+    for begin in range(0, rows, largest):
+        end = min(rows, begin + largest)
+        for h in range(kv_heads):
+            if unit % threads == thread:
+                write(k, v, kv, seen.slots, begin, end, h)
+                _round_queries(q, heads, queries, begin, end, h)
+            unit += 1
+
+
+@compiled()
+def _round_queries(q: Array, heads: Heads, queries: _Queries, begin: int, end: int, h: int) -> None:
+    """Round the queries of rows for a head of keys and values."""
+    size, group, length = q.shape[2], queries.scales.shape[2], queries.levels.shape[2]
+    row, levels = np.empty(size, np.float32), np.zeros(length // (2 * group), np.int8)
     fours = levels.view(np.int32)
     for n in range(begin, end):
-        for h in range(kv_heads):
-            own = queries.levels[n, h].view(np.int32)
-            for part in range(_num_parts(group)):
-                first, last = _part(group, part)
-                count = last - first
-                for g in range(first, last):
-                    queries.scales[n, h, g] = round_query(q[n, h * group + g], row, levels) * np.float32(heads.scaling)
-                    total = np.int32(0)
-                    for i in range(width):
-                        total += np.int32(levels[i])
-                    queries.begin[n, h, g] = -BYTE_OFFSET * total
-                    place = own[first * 2 * len(fours) + g - first :]
-                    for i in range(len(fours)):
-                        place[i * count] = place[(len(fours) + i) * count] = fours[i]
+        own = queries.levels[n, h].view(np.int32)
+        for part in range(_num_parts(group)):
+            first, last = _part(group, part)
+            count = last - first
+            for g in range(first, last):
+                queries.scales[n, h, g] = round_query(q[n, h * group + g], row, levels) * np.float32(heads.scaling)
+                total = np.int32(0)
+                for i in range(len(levels)):
+                    total += np.int32(levels[i])
+                queries.begin[n, h, g] = -BYTE_OFFSET * total
+                place = own[first * 2 * len(fours) + g - first :]
+                for i in range(len(fours)):
+                    place[i * count] = place[(len(fours) + i) * count] = fours[i]
 
 
 @compiled()
@@ -151,8 +167,7 @@ def _part(group: int, part: int) -> tuple[int, int]:
 def _attend(queries: _Queries, kv: Blocks, seen: Seen, heads: Heads, out: Array, thread: int, threads: int) -> None:
     """Attend for a thread's share of the tiles of rows, heads of keys and values, and parts of their groups."""
     rows, kv_heads, group = queries.scales.shape
-    largest = max(1, min(ROW_TILE, rows * kv_heads // threads))
-    unit, begin = 0, 0
+    largest, unit, begin = _tile_rows(rows, kv_heads, threads), 0, 0
     while begin < rows:
         end = begin + 1
         while end < rows and end < begin + largest and seen.first[end] == seen.first[begin]:

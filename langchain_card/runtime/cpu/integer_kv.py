@@ -107,8 +107,8 @@ def _round_key(x: Array, row: Array, stored: Bytes) -> np.float32:
 
 
 @compiled()
-def write(k: Array, v: Array, kv: Blocks, slots: Slots, begin: int, end: int) -> None:
-    """Write the keys and values of the rows from `begin` to `end` to their slots.
+def write(k: Array, v: Array, kv: Blocks, slots: Slots, begin: int, end: int, h: int) -> None:
+    """Write a head's keys and values of the rows from `begin` to `end` to their slots.
 
     Args:
         k: [rows, kv_heads, head_dim].
@@ -117,22 +117,21 @@ def write(k: Array, v: Array, kv: Blocks, slots: Slots, begin: int, end: int) ->
         slots: [rows].
         begin: first row.
         end: row after the last.
+        h: the head.
     """
     width = kv.values.shape[2] // BLOCK_SLOTS
     row, key = np.empty(k.shape[2], np.float32), np.full(2 * width, BYTE_OFFSET, np.uint8)
     levels, value = np.zeros(width, np.int8), np.empty(width, np.uint8)
     for n in range(begin, end):
-        block, place = slots[n] // BLOCK_SLOTS, slots[n] % BLOCK_SLOTS
-        for h in range(k.shape[1]):
-            own = of_block(kv, h, block)
-            low = _round_key(k[n, h], row, key)
-            _put_key(key, own.keys, place)
-            tile = own.key_scales[place // TILE * 2 * TILE + place % TILE :]
-            tile[0], tile[TILE] = low * np.float32(_HIGH), low
-            own.value_scales[place] = round_query(v[n, h], row, levels)
-            for i in range(width):
-                value[i] = np.uint8(levels[i] + BYTE_OFFSET)
-            _put_value(value, own.values, place)
+        own, place = of_block(kv, h, slots[n] // BLOCK_SLOTS), slots[n] % BLOCK_SLOTS
+        low = _round_key(k[n, h], row, key)
+        _put_key(key, own.keys, place)
+        tile = own.key_scales[place // TILE * 2 * TILE + place % TILE :]
+        tile[0], tile[TILE] = low * np.float32(_HIGH), low
+        own.value_scales[place] = round_query(v[n, h], row, levels)
+        for i in range(width):
+            value[i] = np.uint8(levels[i] + BYTE_OFFSET)
+        _put_value(value, own.values, place)
 
 
 @compiled()

@@ -134,9 +134,9 @@ def gate_row(gate: Array, up: Array, out: Array, bits: Any) -> None:
 @row_wise
 def split_heads(
     y: Array, bias: Array, cos: Array, sin: Array, norms: Array, eps: np.float32,
-    q: Array, k: Array, v: Array,
+    q: Array, k: Array, v: Array, h: int,
 ) -> None:  # fmt: skip
-    """Compute queries and keys, rotated to their position, and values, of one row.
+    """Compute a row's key and value of one head, and the queries of its group; keys and queries are rotated.
 
     Args:
         y: [at least all heads x head_dim] queries, keys, values.
@@ -148,23 +148,23 @@ def split_heads(
         q: [heads, head_dim], output.
         k: [kv_heads, head_dim], output.
         v: [kv_heads, head_dim], output.
+        h: head of keys and values.
     """
     (num_q, size), num_k = q.shape, len(k)
-    half = size // 2
-    row = np.empty((num_q + 2 * num_k) * size, dtype=np.float32)
-    for i in range(len(row)):
-        row[i] = y[i]
-    if len(bias):
-        for i in range(len(row)):
-            row[i] += bias[i]
-    for h in range(num_q + num_k):
-        own = row[h * size : (h + 1) * size]
+    half, group, row = size // 2, num_q // num_k, np.empty(size, np.float32)
+    for i in range(group + 2):
+        head = h * group + i if i < group else num_q + (i - group) * num_k + h
+        for j in range(size):
+            row[j] = y[head * size + j]
+        if len(bias):
+            for j in range(size):
+                row[j] += bias[head * size + j]
+        if head >= num_q + num_k:
+            v[h] = row
+            continue
         if len(norms):
-            norm_row(own, norms[0 if h < num_q else 1], norm_factor(own, eps), own)
-        out = q[h] if h < num_q else k[h - num_q]
-        for i in range(half):
-            out[i] = own[i] * cos[i] - own[i + half] * sin[i]
-            out[i + half] = own[i + half] * cos[i + half] + own[i] * sin[i + half]
-    for h in range(num_k):
-        start = (num_q + num_k + h) * size
-        v[h] = row[start : start + size]
+            norm_row(row, norms[0 if i < group else 1], norm_factor(row, eps), row)
+        out = q[head] if i < group else k[h]
+        for j in range(half):
+            out[j] = row[j] * cos[j] - row[j + half] * sin[j]
+            out[j + half] = row[j + half] * cos[j + half] + row[j] * sin[j + half]

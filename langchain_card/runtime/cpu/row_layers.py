@@ -171,8 +171,23 @@ def heads(
         team: of `team.cores`.
     """
     y = _product(x, norm, eps, qkv, team)
-    for n in range(len(x)):
-        split_heads(y[n], bias, cos[n], sin[n], head_norms, head_eps, q[n], k[n], v[n])
+    _split_together(team, (y, bias, cos, sin, head_norms, head_eps, q, k, v))
+
+
+@compiled()
+def _split(
+    y: Array, bias: Array, cos: Array, sin: Array, norms: Array, eps: np.float32, q: Array, k: Array, v: Array,
+    thread: int, threads: int,
+) -> None:  # fmt: skip
+    """Compute queries, keys and values of a thread's heads: mostly of products that it has computed."""
+    kv_heads = k.shape[1]
+    for n in range(len(y)):
+        for h in range(kv_heads):
+            if (n * kv_heads + h) % threads == thread:
+                split_heads(y[n], bias, cos[n], sin[n], norms, eps, q[n], k[n], v[n], h)
+
+
+_split_together = together(_split)
 
 
 @compiled()

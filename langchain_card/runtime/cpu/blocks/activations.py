@@ -140,9 +140,8 @@ def _largest_bits(context: Any, row: Any) -> Any:
     """
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        k, sizes = Builder(b), []
-        for i in range(BLOCK // LANES):
-            sizes.append(b.and_(k.load(args[0], I64(i), 64, SUMS), SUMS([_NO_SIGN] * LANES)))
+        k, size = Builder(b), SUMS([_NO_SIGN] * LANES)
+        sizes = [b.and_(k.load(args[0], I64(i), 64, SUMS), size) for i in range(BLOCK // LANES)]
         while len(sizes) > 1:
             left, right = sizes.pop(), sizes.pop()
             sizes.insert(0, b.select(b.icmp_signed(">", left, right), left, right))
