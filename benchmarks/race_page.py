@@ -51,6 +51,10 @@ def _conditions(race: Race) -> list[str]:
         if options and name in race.weights:
             words = ", ".join(f"`{option} {value}`" for option, value in options.items())
             notes.append(f"Options of `{name}`: {words}.")
+    notes.append(
+        "Keys and values: this engine keeps integers of 16 and 8 bits; each peer has its default. Memory of `plain` is "
+        "that of this engine's process, which holds the draft, too."
+    )
     plains = [PLAIN, *peers_of(race)]
     if any(bandwidth_share(race, results, name) for results in race.sets.values() for name in plains):
         notes.append(

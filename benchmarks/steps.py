@@ -14,7 +14,7 @@ import numpy as np
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.cpu import row_layers
-from langchain_card.runtime.cpu.blocks.activations import empty_rounded, round_row
+from langchain_card.runtime.cpu.blocks.activations import empty_rounded
 from langchain_card.runtime.cpu.blocks.matmul import multiply
 from langchain_card.runtime.cpu.plan import RowStablePlan
 from langchain_card.runtime.cpu.team import cores
@@ -41,8 +41,8 @@ def products(model, width: int) -> Callable[[], object]:
     ]
     rounded = {weights.features: empty_rounded(width, weights.features) for weights in linear}
     for features, rows in rounded.items():
-        for n, row in enumerate(np.random.default_rng(0).standard_normal((width, features), np.float32)):
-            round_row(row, n, width, rows)
+        x = np.random.default_rng(0).standard_normal((width, features), np.float32)
+        row_layers.norm_and_round(x, np.empty(0, np.float32), np.float32(0), features, rows, 0, 1)
 
     def run() -> None:
         with cores() as threads:

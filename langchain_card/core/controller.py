@@ -249,12 +249,13 @@ class Controller:
         """Learn the time of a pass, and the time per token."""
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
+        drafted = rows > requests or not costs.draft_probe.passes
         costs.draft_probe.missed()
         costs.window_probe.seen() if rows > requests else costs.window_probe.missed()
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
-            if costs.known and (expected := self._modelled(load, costs)):
-                costs.per_expected.add(since_last / tokens / expected, tokens)
+            if drafted and costs.known and (expected := self._modelled(load, costs)):
+                costs.observe_expected(since_last / tokens / expected, tokens)
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
         """Learn the time of a draft step, its depth, and how requests share it."""

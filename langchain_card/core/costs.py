@@ -125,24 +125,27 @@ class Probe:
 
     Args:
         first: passes before the first trial.
+
+    Attributes:
+        passes: passes since it was tried.
     """
 
     def __init__(self, first: int = FIRST_PROBE) -> None:
-        self._passes, self._first, self._after = 0, first, first
+        self.passes, self._first, self._after = 0, first, first
 
     @property
     def due(self) -> bool:
         """True when it is to be tried."""
-        return self._passes >= self._after
+        return self.passes >= self._after
 
     def missed(self) -> None:
         """Note a pass without it."""
-        self._passes += 1
+        self.passes += 1
 
     def seen(self) -> None:
         """Note a pass with it, as a trial or because it pays."""
         self._after = 2 * self._after if self.due else self._first
-        self._passes = 0
+        self.passes = 0
 
 
 class CostModel:
@@ -175,10 +178,8 @@ class CostModel:
         self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, SIZE_DECAY) if alike is None else alike.per_expected.copy()
         if alike is not None and alike.num_seqs == num_seqs:
             self.per_token = alike.per_token.copy()
-        self.draft_probe, self.window_probe = (
-            Probe(FIRST_PROBE * num_seqs),
-            Probe(),
-        )  # a draft has as many texts to read
+        self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
+        self.window_probe = Probe()
 
     @property
     def known(self) -> bool:
@@ -193,6 +194,11 @@ class CostModel:
     def draft_share(self, nodes: int) -> float:
         """Return one request's share, in seconds, of a draft step that expands `nodes` nodes for it."""
         return self.draft.at(round(self.sharing.value * nodes)) / self.sharing.value
+
+    def observe_expected(self, ratio: float, tokens: int) -> None:
+        """Learn the measured time of `tokens` tokens as a multiple of the expected one; one pass changes it little."""
+        usual = self.per_expected.value
+        self.per_expected.add(min(max(ratio, usual / MAX_SURPRISE), usual * MAX_SURPRISE), tokens)
 
     def pays(self, tokens: float, seconds: float) -> bool:
         """Return whether `tokens` more tokens are worth so many seconds."""

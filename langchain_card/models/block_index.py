@@ -138,7 +138,10 @@ def read_tensors(folder: Path) -> StoredTensors:
         raise CorruptModelError("model", str(source), f"must have the {size:,} bytes that it had", _HINT)
     forms = {form.name: form.number for form in FORMATS}
     for name, (kind, rows, row_size, offset, order) in places.items():
-        if offset < 0 or offset + rows * row_size > size or kind not in forms:
+        inside = all(type(number) is int and number >= 0 for number in (rows, row_size, offset, *order))
+        if not inside or offset + rows * row_size > size or kind not in forms or max(order, default=0) >= max(rows, 1):
             raise CorruptModelError(name, kind, "its blocks do not lie in the file", _HINT)
+        if row_size % FORMATS[forms[kind]].size:
+            raise CorruptModelError(name, row_size, f"must be whole blocks of {FORMATS[forms[kind]].size} bytes", _HINT)
         tensors[name] = StoredTensor(forms[kind], FileBlocks(source, offset, rows, row_size), tuple(order))
     return StoredTensors(tensors, *names)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
+from langchain_card.models.gguf_head import check_head
 
 # Texts of tokens that end an answer even if the metadata does not list them (as in llama.cpp).
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 FLOATS = ("F32", "F16", "BF16")  # tensors that are numbers
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # those with a kernel
 _CONTROL = 3  # GGUF's token type for control tokens
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def open_gguf(path: Path) -> Any:
@@ -27,12 +31,14 @@ def open_gguf(path: Path) -> Any:
 
     Raises:
         CorruptModelError: the file is truncated or not a GGUF file.
+        UnsafeModelError: one of its dimensions is out of bounds.
     """
     from gguf import GGUFReader
 
     try:
+        check_head(path)
         return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError, struct.error) as error:
         reason = f"not a whole GGUF file ({type(error).__name__}: {str(error)[:200]})"
         raise CorruptModelError("GGUF file", str(path), reason, "download the file again") from error
 
@@ -46,21 +52,64 @@ def form_of(reader: Any) -> str:
     return known.get(field.contents(), "GGUF") if field is not None else "GGUF"
 
 
-def load_config(path: Path) -> Any:
-    """Load the transformers config of a GGUF file or a folder.
+def load_config(path: Path, reader: Any = None) -> Any:
+    """Load the transformers config of a folder, or of a GGUF file and its reader.
 
     Raises:
-        ModelStoreError: transformers does not support the architecture.
+        ModelStoreError: transformers does not support the architecture, or its scaling of rotations is not known.
     """
     from transformers import AutoConfig
 
     try:
-        if path.is_dir():
+        if reader is None:
             return AutoConfig.from_pretrained(path)
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         reason = f"transformers cannot read its config ({str(error)[:200]})"
         raise ModelStoreError("model", str(path), reason, "update transformers, or use another model") from error
+    if scaling := _rope_scaling(config, reader):
+        config.rope_parameters = {**config.rope_parameters, **scaling}
+    return config
+
+
+_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _rope_scaling(config: Any, reader: Any) -> dict[str, Any]:
+    """Return the scaling of rotations that a file states and transformers' reader of it leaves out."""
+    architecture = reader.fields["general.architecture"].contents()
+    prefix = f"{architecture}.rope.scaling."
+    stated = {name.removeprefix(prefix): field for name, field in reader.fields.items() if name.startswith(prefix)}
+    factors = next((tensor.data for tensor in reader.tensors if tensor.name == _ROPE_FACTORS), np.ones(1))
+    kind = stated["type"].contents() if "type" in stated else "none"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default" or (kind == "none" and np.all(factors == 1)):
+        return {}
+    if kind == "none":
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        own: dict[str, Any] = {"factor": float(factors.max()), **_LLAMA3}
+        wanted = _llama3_factors(size, rope["rope_theta"], **own)
+        if factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-4):
+            return {"rope_type": "llama3", **own}
+        kind = _ROPE_FACTORS
+    elif np.all(factors == 1) and stated.keys() <= {"type", "factor", "original_context_length", "finetuned"}:
+        own = {"rope_type": kind, "factor": float(stated["factor"].contents())}
+        if kind == "linear":
+            return own
+        if kind == "yarn" and "original_context_length" in stated:
+            return {**own, "original_max_position_embeddings": int(stated["original_context_length"].contents())}
+    hint = "use the safetensors release of the model"
+    raise ModelStoreError("scaling of rotations", kind, f"is not known in {architecture} GGUF files", hint)
+
+
+def _llama3_factors(
+    size: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> Any:  # fmt: skip
+    """Return what the wavelengths of Llama 3.1's rotations are multiplied with: [size / 2]."""
+    turns = original_max_position_embeddings / (2 * math.pi * theta ** (np.arange(0, size, 2) / size))
+    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
 
 
 def end_token_ids(reader: Any) -> list[int]:
@@ -127,13 +176,14 @@ def tensors(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
         model: the transformers model on the meta device, for names and head counts.
 
     Yields:
-        transformers' parameter name and a float32 array of the parameter's shape. Tensors that the model does not
-        have, such as rope tables, are left out.
+        transformers' parameter name and a float32 array of the parameter's shape.
+
+    Raises:
+        ModelStoreError: the model has no place for a tensor.
     """
     named = _Names(reader, model)
-    for tensor in reader.tensors:
-        if tensor.name in named:
-            yield named.translate(tensor, _numbers(tensor))
+    for tensor in named.tensors():
+        yield named.translate(tensor, _numbers(tensor))
 
 
 def blocks_and_numbers(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
@@ -148,12 +198,10 @@ def blocks_and_numbers(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
         does not store as one matrix, such as those of experts, become float16.
 
     Raises:
-        ModelStoreError: blocks have a format without a kernel.
+        ModelStoreError: blocks have a format without a kernel, or the model has no place for a tensor.
     """
     named = _Names(reader, model)
-    for tensor in reader.tensors:
-        if tensor.name not in named:
-            continue
+    for tensor in named.tensors():
         kind = tensor.tensor_type.name
         if kind in FLOATS:
             name, weights = named.translate(tensor, _numbers(tensor))
@@ -189,11 +237,19 @@ class _Names:
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
         architecture = reader.fields["general.architecture"].contents()
+        self._model_type = model.config.model_type
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-        self._names = get_gguf_hf_weights_map(model, self._processor)
+        self._reader, self._names = reader, get_gguf_hf_weights_map(model, self._processor)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
+    def tensors(self) -> Iterator[Any]:
+        """Yield the file's tensors, in its order; the config has the rope tables (`load_config`)."""
+        known = {*self._names, _ROPE_FACTORS}
+        unknown = [tensor.name for tensor in self._reader.tensors if tensor.name not in known]
+        if unknown:
+            limit = f"{len(unknown)} tensors of the file have no place in a {self._model_type} model"
+            hint = "answers would not be those of the model: update transformers, or use its safetensors release"
+            raise ModelStoreError("tensors", ", ".join(unknown[:3]), limit, hint)
+        return (tensor for tensor in self._reader.tensors if tensor.name in self._names)
 
     def translate(self, tensor: Any, weights: Any) -> tuple[str, Any]:
         """Return the name and the numbers of a tensor's parameter; the numbers may be written."""

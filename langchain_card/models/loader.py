@@ -26,7 +26,7 @@ from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
 from langchain_card.runtime.attention import ATTENTION_NAME, register
-from langchain_card.runtime.families import check_family, context_length, empty_model, read_config
+from langchain_card.runtime.families import check_family, context_length, empty_model, is_common, read_config
 from langchain_card.runtime.grid_steps import compile_layers
 from langchain_card.runtime.threads import single_threaded
 
@@ -293,10 +293,6 @@ def load_model(spec: ModelSpec, *, fused: bool = True, whole_head: bool = False)
             compile_layers(model)
         if spec.draft and spec.form == "float" and not whole_head:
             draft_form.cut_head(model)
-        if spec.form != "float" and fused:
-            from langchain_card.runtime.cpu import fused_layers  # imports numba, which float weights do not need
-
-            fused_layers.stack_layers(model.get_decoder())
         return model.requires_grad_(False).eval()
 
 
@@ -330,25 +326,37 @@ def _load_float(spec: ModelSpec) -> Any:
 
 
 def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM  # more than a second
+    from langchain_card.runtime.cpu.common_model import CommonModel, fits  # imports numba, which floats do not need
+    from langchain_card.runtime.cpu.fused_layers import fuse_layers, stack_layers
+    from langchain_card.runtime.cpu.quantized_weights import read_weights
 
-    from langchain_card.runtime.cpu.quantized_weights import read_weights  # imports numba
-
-    register()
     packing = (None if whole_head else _packings.get(spec)) or _pack(spec, whole_head=whole_head)
     try:
-        empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
-        with empty:
-            model = AutoModelForCausalLM.from_config(
-                read_config(spec.folder), attn_implementation=ATTENTION_NAME, dtype=spec.dtype
-            )
-        read_weights(model, packing, spec.dtype, fused=fused)
+        config = read_config(spec.folder)
+        common = fused and is_common(config) and fits(config, packing.matrices)
+        model = CommonModel(config, spec.dtype) if common else _empty_model(config, spec.dtype)
+        read_weights(model, packing, spec.dtype)
     finally:
         packing.close()
         if _packings.get(spec) is packing:
             del _packings[spec]
+    if common:
+        model.fuse()
+    elif fused:
+        fuse_layers(model.get_decoder())
+    if fused:
+        stack_layers(model.get_decoder())
     return model
+
+
+def _empty_model(config: Any, dtype: torch.dtype) -> Any:
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM  # more than a second
+
+    register()
+    empty: AbstractContextManager[Any] = init_empty_weights(include_buffers=False)
+    with empty:
+        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
 
 
 def _pack(spec: ModelSpec, *, whole_head: bool) -> Packing:

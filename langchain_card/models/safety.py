@@ -18,7 +18,7 @@ CODE = (".py", ".pyc", ".so", ".dll", ".dylib")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 26
 INDEX = "model.safetensors.index.json"
-_BOUNDS = {
+BOUNDS = {
     "hidden_size": 1_000_000,
     "intermediate_size": 10_000_000,
     "vocab_size": 10_000_000,
@@ -28,6 +28,7 @@ _BOUNDS = {
     "head_dim": 100_000,
     "max_position_embeddings": 1_000_000_000,
 }
+"""Largest dimensions of a model's config."""
 
 
 def inspect_folder(path: Path) -> list[Path]:
@@ -153,7 +154,7 @@ def _check_fields(file: str, document: Any) -> None:
 
 def _check_dimensions(config: dict[str, Any]) -> None:
     for key, value in _walk(config):
-        bound = _BOUNDS.get(key)
+        bound = BOUNDS.get(key)
         if bound is None or value is None:
             continue
         for number in value if isinstance(value, list) else [value]:

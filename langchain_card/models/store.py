@@ -33,7 +33,7 @@ __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
 PREFIXES = "prefixes"
 STAMP = "langchain-card.json"
-CONVERTER = 4  # raise it if the written form changes: older conversions are then replaced
+CONVERTER = 5  # raise it if the written form changes: older conversions are then replaced
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
 Form = Literal["float", "file", "int8", "int4"]
@@ -306,7 +306,7 @@ def _convert(source: Path, folder: Path, form: Form, report: Progress) -> None:
 
     report.update("read config and tokenizer", 0, 0)
     reader = None if source.is_dir() else gguf.open_gguf(source)
-    config = gguf.load_config(source)
+    config = gguf.load_config(source, reader)
     layout = convert.Layout(config)
     if reader is None:
         for pattern in _COPIED:

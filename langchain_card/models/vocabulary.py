@@ -8,6 +8,7 @@ intersection: Timor et al., arXiv 2502.05202, section 4.3.)
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from operator import itemgetter
@@ -141,12 +142,10 @@ def read_map(target: Path, draft: Path) -> VocabularyMap | None:
 
 def end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Return the end-of-text tokens of the tokenizer, the config and the generation config together."""
-    from transformers import GenerationConfig
-
     ids: list[int] = []
     stated = [tokenizer.eos_token_id, read_config(folder).get_text_config().eos_token_id]
-    if (folder / "generation_config.json").exists():
-        stated.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+    if (generation := folder / "generation_config.json").exists():
+        stated.append(json.loads(generation.read_text()).get("eos_token_id"))
     for value in stated:
         ids += [value] if isinstance(value, int) else list(value or ())
     return tuple(dict.fromkeys(ids))

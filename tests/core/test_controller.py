@@ -233,6 +233,22 @@ def test_auto_follows_what_was_measured_where_steps_let_expect_something_else() 
     assert policy.auto(1, None) == "parallel"
 
 
+def test_one_pass_that_was_held_up_changes_little() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential")
+    usual = policy.seconds_a_token(load)
+    policy.observe_pass(load, 1, 8, 4, 0.09, 30.0)
+    assert policy.seconds_a_token(load) < 1.6 * usual
+
+
+def test_passes_without_a_draft_say_nothing_about_drafting() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential")
+    policy.observe_pass(load, 1, 1, 1, 0.055, None)
+    usual = policy.costs_of(load).per_expected.value
+    for _ in range(50):
+        policy.observe_pass(load, 1, 1, 1, 0.055, 0.055)
+    assert policy.costs_of(load).per_expected.value == usual
+
+
 def test_long_texts_have_step_times_of_their_own() -> None:
     policy, long = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.03), hits=9), 8000
     assert policy.auto(1, None, 100) == policy.auto(1, None, long) == "parallel", "as short ones, before any was seen"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from langchain_card.errors import CorruptModelError, ModelStoreError
+from langchain_card.errors import CorruptModelError, ModelStoreError, UnsafeModelError
 from langchain_card.models.block_index import read_tensors
-from langchain_card.models.gguf import open_gguf
+from langchain_card.models.gguf import load_config, open_gguf
 from langchain_card.models.store import ModelStore
 from tests.support.tiny import tiny_gguf
 from tests.support.wheelhouse import Record, tensors
@@ -128,6 +131,89 @@ def test_noise_is_not_a_gguf(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(np.random.default_rng(0).bytes(10_000))
     with pytest.raises(CorruptModelError):
         open_gguf(tmp_path / "a.gguf")
+
+
+def head(*fields: bytes) -> bytes:
+    """The head of a GGUF file without tensors."""
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(fields)) + b"".join(fields)
+
+
+def field(key: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+
+
+ENDLESS = struct.pack("<IQ", 0, 1 << 40)
+DEEP = struct.pack("<IQ", 9, 1) * 3000
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (head(field("a.list", 9, ENDLESS)), "ends before 1,099,511,627,776 bytes"),
+        (head(field("a.names", 9, struct.pack("<IQ", 8, 1 << 40))), "not a whole GGUF file"),
+        (head(field("a.text", 8, struct.pack("<Q", 1 << 62))), "ends before"),
+        (head(field("a.deep", 9, DEEP)), "arrays of arrays"),
+        (head(field("a.what", 99, b"")), "not a whole GGUF file"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian"),
+        (b"", "not a whole GGUF file"),
+    ],
+)
+def test_a_hostile_head_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(CorruptModelError, match=words):
+        open_gguf(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length", "attention.head_count_kv"])
+def test_dimensions_out_of_bounds_are_refused_before_a_model_is_built(tmp_path: Path, key: str) -> None:
+    value = struct.pack("<I", (1 << 32) - 1)
+    (tmp_path / "a.gguf").write_bytes(head(field(f"qwen2.{key}", 4, value)))
+    with pytest.raises(UnsafeModelError, match=rf"GGUF field qwen2.{key} = .4294967295.: must be an integer in 1"):
+        open_gguf(tmp_path / "a.gguf")
+
+
+ROPE = {"embedding_length": 128, "rope.freq_base": 500000.0}
+
+
+def config_of(path: Path) -> Any:
+    return load_config(path, open_gguf(path))
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rope_factors_of_llama_3_become_its_config(tmp_path: Path, factor: float) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1.0 / 500000.0 ** (torch.arange(0, 64, 2).float() / 64)
+    factors = {"rope_freqs.weight": ("F32", (plain / scaled).numpy())}
+    assert not (plain == scaled).all()
+    assert config_of(tiny_gguf(tmp_path / "a.gguf", tensors=factors, **ROPE)).rope_parameters == rope
+    other = {"rope_freqs.weight": ("F32", (plain / scaled).numpy() ** 2)}
+    with pytest.raises(ModelStoreError, match=r"rope_freqs.weight.: is not known in llama GGUF files"):
+        config_of(tiny_gguf(tmp_path / "b.gguf", tensors=other, **ROPE))
+    ones = {"rope_freqs.weight": ("F32", np.ones(32, np.float32))}
+    assert config_of(tiny_gguf(tmp_path / "c.gguf", tensors=ones, **ROPE)).rope_parameters["rope_type"] == "default"
+
+
+def test_stated_scaling_is_kept_or_refused(tmp_path: Path) -> None:
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    found = config_of(tiny_gguf(tmp_path / "a.gguf", **linear)).rope_parameters
+    assert (found["rope_type"], found["factor"]) == ("linear", 4.0)
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 4096}
+    found = config_of(tiny_gguf(tmp_path / "b.gguf", **yarn)).rope_parameters
+    assert (found["rope_type"], found["original_max_position_embeddings"]) == ("yarn", 4096)
+    with pytest.raises(ModelStoreError, match=r"yarn.: is not known"):
+        config_of(tiny_gguf(tmp_path / "c.gguf", **yarn, **{"rope.scaling.yarn_log_multiplier": 0.1}))
+    with pytest.raises(ModelStoreError, match=r"longrope.: is not known"):
+        config_of(tiny_gguf(tmp_path / "d.gguf", **{**linear, "rope.scaling.type": "longrope"}))
+
+
+def test_a_tensor_without_a_place_in_the_model_is_refused(tmp_path: Path) -> None:
+    named = {"token_embd.weight": ("F32", np.zeros((4, 8), np.float32)), "blk.0.attn_q.bias": ("F32", np.ones(8, "f"))}
+    source = tiny_gguf(tmp_path / "a.gguf", tensors=named)
+    with pytest.raises(ModelStoreError, match=r"blk.0.attn_q.bias.: 1 tensors of the file have no place in a llama"):
+        ModelStore(tmp_path / "cache").prepare(str(source), "float")
 
 
 def test_gguf_without_its_tensors_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from langchain_card.config import EngineConfig
 from langchain_card.errors import CARDError, CorruptModelError, ModelStoreError
 from langchain_card.models import loader
-from langchain_card.models.block_index import read_tensors
+from langchain_card.models.block_index import INDEX, read_tensors
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.models.store import ModelStore
 from langchain_card.runtime.cpu.blocks.formats import FORMATS
@@ -151,6 +152,18 @@ def test_a_width_that_is_no_whole_number_of_blocks_is_refused(tmp_path: Path, mo
     path.write_bytes(data[:at] + (250).to_bytes(8, "little") + data[at + 8 :])
     error = refused(path, monkeypatch)
     assert isinstance(error, CorruptModelError) and "250" in str(error)
+
+
+@pytest.mark.parametrize("spoilt", ["order", "rows", "size", "offset"])
+def test_a_damaged_index_is_refused(tmp_path: Path, spoilt: str) -> None:
+    folder = resolve(EngineConfig(str(small_file(tmp_path / "a.gguf", {})), None)).target.folder
+    index = json.loads((folder / INDEX).read_text())
+    place = index["tensors"]["model.layers.0.self_attn.q_proj.weight"]
+    at, value = {"order": (4, [10**9] * 256), "rows": (1, "256"), "size": (2, 143), "offset": (3, 1 << 40)}[spoilt]
+    place[at] = value
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CorruptModelError, match="q_proj"):
+        read_tensors(folder)
 
 
 def test_a_file_that_changed_beneath_its_index_is_refused(tmp_path: Path) -> None:

@@ -211,6 +211,31 @@ def test_positions_at_which_longrope_changes_its_frequencies_are_the_context(tmp
         assert list(running.submit(text, params).result().token_ids) == wanted
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+OTHERS: dict[str, Any] = {
+    "family": lambda: t.GemmaConfig(**tiny.SHAPE),
+    "activation": lambda: t.LlamaConfig(**tiny.SHAPE, hidden_act="gelu"),
+    "rotation": lambda: t.LlamaConfig(**tiny.SHAPE, rope_parameters=LINEAR),
+    "part of a rotation": lambda: t.LlamaConfig(
+        **tiny.SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "window": lambda: t.MistralConfig(**tiny.SHAPE, sliding_window=8),
+    "layers": lambda: tiny.FAMILIES["qwen3"](),
+    "bias of attention": lambda: t.LlamaConfig(**tiny.SHAPE, attention_bias=True),
+    "bias behind": lambda: t.LlamaConfig(**tiny.SHAPE, mlp_bias=True),
+    "odd heads": lambda: t.Qwen2Config(**{**tiny.SHAPE, "hidden_size": 60}),
+    "heads and groups": lambda: t.LlamaConfig(**{**tiny.SHAPE, "num_key_value_heads": 3}),
+    "direction": lambda: t.LlamaConfig(**tiny.SHAPE, is_causal=False),
+    "both directions": lambda: t.LlamaConfig(**tiny.SHAPE, use_bidirectional_attention=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_the_common_kind_differs_in_nothing(name: str) -> None:
+    assert families.is_common(t.LlamaConfig(**tiny.SHAPE)) and families.is_common(t.Qwen2Config(**tiny.SHAPE))
+    assert not families.is_common(OTHERS[name]())
+
+
 def test_what_the_probe_does_not_know_is_refused(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     families.check_family("mistral", Path(folders["mistral"]))
     monkeypatch.setattr(families, "_UNDERSTOOD", ("scaling",))

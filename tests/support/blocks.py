@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from langchain_card.runtime.cpu.blocks.activations import empty_rounded, round_row
+from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
-from langchain_card.runtime.cpu.blocks.matmul import Weights, multiply
+from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.blocks.packing import MatrixPart, StoredRows, pack
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.threads import use_threads
@@ -37,12 +37,9 @@ def matrix(*parts: tuple[int, Any]) -> Weights:
 
 
 def product(x: Any, weights: Weights, threads: int = 1) -> Any:
-    rounded = empty_rounded(len(x), x.shape[1])
-    for n in range(len(x)):
-        round_row(x[n], n, len(x), rounded)
     use_threads(threads)
     with cores() as team:
-        return multiply(rounded, weights, team)[:, : weights.outputs]
+        return row_layers.linear(x, weights, np.empty(0, np.float32), team)
 
 
 def digest() -> str:

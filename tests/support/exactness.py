@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
-from unittest import mock
 
 from transformers import DynamicCache
 
@@ -19,7 +18,6 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.core.state import RequestState
 from langchain_card.engine.engine import Engine
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.cpu import quantized_weights
 from tests.support import integer_kv, naive
 
 NEAR_TIE = {"int8": 1e-2}
@@ -134,8 +132,7 @@ class Reference:
         if spec.form == "float":
             self.model = naive.load(config.model, spec.dtype)
         else:
-            with mock.patch.object(quantized_weights, "fuse_layers"):  # transformers' own decoder layers
-                self.model = load_model(spec)
+            self.model = load_model(spec, fused=False)  # transformers' own decoder layers
             capped = getattr(self.model.config, "attn_logit_softcapping", None)
             floats = "eager" if capped else "sdpa"
             self.model.set_attn_implementation(integer_kv.NAME if spec.integer_kv else floats)

@@ -27,6 +27,27 @@ def mark_often(out: Numbers, row: Array, rounds: int, team: Team) -> None:
         _marks(team, (out, i, row))
 
 
+@compiled()
+def _fail(failing: int, thread: int, threads: int) -> None:
+    if thread == failing:
+        raise ValueError("planted")
+
+
+_fails = together(_fail)
+
+
+@compiled()
+def _fail_once(failing: int, team: Team) -> None:
+    _fails(team, (failing,))
+
+
+def fail(threads: int, failing: int) -> None:
+    """Share a function that raises an error in one thread."""
+    use_threads(threads)
+    with cores() as team:
+        _fail_once(failing, team)
+
+
 def results(threads: int, rounds: int = ROUNDS) -> Any:
     use_threads(threads)
     out = np.zeros(threads)

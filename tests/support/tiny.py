@@ -64,7 +64,8 @@ def tiny_gguf(
     writer = gguf.GGUFWriter(path, architecture)
     values = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 16, "context_length": 32, **changes}
     for key, value in values.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
+        add = {str: writer.add_string, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        add(f"{architecture}.{key}", value)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)

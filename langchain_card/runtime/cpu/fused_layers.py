@@ -64,9 +64,8 @@ class FusedLayer(nn.Module):
         self._head_eps = np.float32(of_heads[0].eps if of_heads else 0.0)
         self._bias = as_array(self.qkv.bias)
         self._head_dim: int = attention.head_dim
-        self._num_heads = self.out.in_features // self._head_dim
-        self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
-        if (self._num_heads + 2 * self._num_kv_heads) * self._head_dim != self.qkv.out_features:
+        self._num_heads, self._num_kv_heads, values = (size // self._head_dim for size in attention.q_proj.sizes)
+        if values != self._num_kv_heads or sum(attention.q_proj.sizes) % self._head_dim:
             raise ValueError("these are more than queries, keys and values")
 
     @property

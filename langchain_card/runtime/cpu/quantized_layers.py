@@ -92,7 +92,7 @@ class LinearPart(nn.Module):
         self, whole: QuantizedLinear, sizes: list[int], index: int, last: list[tuple[Tensor, Any] | None]
     ) -> None:
         super().__init__()
-        self._whole, self._sizes, self._index, self._last = (whole,), sizes, index, last
+        self._whole, self.sizes, self._index, self._last = (whole,), sizes, index, last
 
     @property
     def whole(self) -> QuantizedLinear:
@@ -103,9 +103,9 @@ class LinearPart(nn.Module):
         """Multiply float32 [..., in_features] to float32 [..., sizes[index]], a view."""
         seen = self._last[0]
         if seen is None or seen[0] is not x:  # or another thread's input came between
-            seen = (x, self.whole(x).split(self._sizes, dim=-1))
+            seen = (x, self.whole(x).split(self.sizes, dim=-1))
             self._last[0] = seen
-        if self._index == len(self._sizes) - 1:
+        if self._index == len(self.sizes) - 1:
             self._last[0] = None
         part: Tensor = seen[1][self._index]
         return part

@@ -18,7 +18,6 @@ from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.blocks.packing import MatrixPart, Packer, StoredRows
 from langchain_card.runtime.cpu.blocks.tiles import TILE
 from langchain_card.runtime.cpu.compiled import Bytes
-from langchain_card.runtime.cpu.fused_layers import fuse_layers
 from langchain_card.runtime.cpu.quantized_layers import (
     FloatLinear,
     QuantizedEmbedding,
@@ -156,6 +155,11 @@ class Packing:
         self._threads = [pool.submit(self._packer.run) for _ in range(count)]
         pool.shutdown(wait=False)
 
+    @property
+    def matrices(self) -> list[tuple[str, ...]]:
+        """Names of the linear layers in blocks, those that are one matrix together."""
+        return [stack.names for stack in self._stacks]
+
     def layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and layers when all matrices are laid out."""
         for thread in self._threads:
@@ -168,14 +172,13 @@ class Packing:
         self._packer.stop()
 
 
-def read_weights(model: Any, packing: Packing, dtype: torch.dtype, *, fused: bool = True) -> None:
+def read_weights(model: Any, packing: Packing, dtype: torch.dtype) -> None:
     """Load weights into an empty model: matrices of linear layers as they are stored, and the rest in `dtype`.
 
     Args:
         model: a model on the meta device, except for its buffers.
         packing: of the model's tensors.
         dtype: type of norms, biases and embedding tables that are not in blocks.
-        fused: whether decoder layers of the common kind become one compiled call each.
 
     Raises:
         CorruptModelError: a tensor is missing or has another shape than the model's.
@@ -197,8 +200,6 @@ def read_weights(model: Any, packing: Packing, dtype: torch.dtype, *, fused: boo
         _fill(module, name, tensors, dtype)
         if (norm := fuse_norm(module)) is not None:
             model.set_submodule(name, norm)
-    if fused:
-        fuse_layers(model.get_decoder())
 
 
 def _check(tensors: StoredTensors, name: str, module: nn.Linear, most: int | None) -> None:

@@ -220,16 +220,30 @@ def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, team: Tea
     """Multiply rows, normed first if there is a norm."""
     rounded = empty_rounded(len(x), weights.features)
     if len(x) == 1:
-        _read(x, norm, eps, weights.features, rounded, 0, 1)
+        norm_and_round(x, norm, eps, weights.features, rounded, 0, 1)
     else:
-        _read_together(team, (x, norm, eps, weights.features, rounded))
+        _rows_together(team, (x, norm, eps, weights.features, rounded))
     products: Array = multiply(rounded, weights, team)
     return products
 
 
 @compiled()
-def _read(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, thread: int, threads: int) -> None:
-    """Norm and round a thread's blocks of features, in all rows: threads that shared a block would share its lines."""
+def norm_and_round(
+    x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounded, thread: int, threads: int
+) -> None:
+    """Norm, if there is a norm, and round a thread's blocks of features in all rows.
+
+    Threads that shared the rows instead would write to the same lines of the cache.
+
+    Args:
+        x: [rows, features].
+        norm: [features] weight of the norm, or empty.
+        eps: epsilon of the norm.
+        features: features that the kernel reads, with zeros behind those of `x`.
+        rounded: output.
+        thread: number of the thread.
+        threads: number of threads.
+    """
     own, factor, blocks = scratch(), np.float32(1), (features + BLOCK - 1) // BLOCK
     for n in range(len(x)):
         if len(norm):
@@ -245,7 +259,7 @@ def _read(x: Array, norm: Array, eps: np.float32, features: int, rounded: Rounde
             round_block(own, i, n, len(x), rounded)
 
 
-_read_together = together(_read)
+_rows_together = together(norm_and_round)
 
 
 @compiled()

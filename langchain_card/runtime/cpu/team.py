@@ -29,11 +29,11 @@ _SPINS = 200
 _PATIENCE = 20_000
 """Looks after which a helper sleeps until the next call."""
 
-_JOB, _FUNCTION, _ARGUMENTS, _THREADS, _DONE, _STATE, _SIZE = 0, 1, 2, 3, 8, 9, 16
+_JOB, _FUNCTION, _ARGUMENTS, _THREADS, _DONE, _STATE, _FAILED, _SIZE = 0, 1, 2, 3, 8, 9, 10, 16
 """A helper's integers: what its caller writes, and in a cache line of their own what both write.
 
 Number of its job; address of the function, and of its arguments; number of threads; number of the job that it has done;
-and its state."""
+its state; and whether that job failed."""
 
 _ASLEEP, _FREE, _HELD = 0, 1, 2
 """States: it sleeps; it may go to sleep; it must stay awake until the call ends."""
@@ -48,18 +48,24 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Helpers:
-    """The helpers of one thread; they end with it."""
+    """The helpers of one thread; they end with it.
+
+    Attributes:
+        slots: their integers, [helpers, `_SIZE`].
+        held: whether a call uses them.
+    """
 
     def __init__(self, count: int) -> None:
         raw = np.zeros(count * _SIZE + 8, np.int64)
         skip = -raw.ctypes.data // 8 % 8
         self.slots: Slots = raw[skip : skip + count * _SIZE].reshape(count, _SIZE)
+        self.held = False
         self._wake = [threading.Semaphore(0) for _ in range(count)]
         over = threading.Event()
         for number, (slot, wake) in enumerate(zip(self.slots, self._wake, strict=True), start=1):
             given = slot, number, wake, over
             threading.Thread(target=_serve, args=given, name=f"card-helper-{number}", daemon=True).start()
-        weakref.finalize(self, _end, over, self._wake)
+        weakref.finalize(self, _end, os.getpid(), over, self._wake)
 
     def hold(self, count: int) -> Slots:
         """Keep some helpers awake; return their integers."""
@@ -78,7 +84,9 @@ def _serve(slot: Slots, number: int, wake: threading.Semaphore, over: threading.
         _help(slot, number)
 
 
-def _end(over: threading.Event, wake: list[threading.Semaphore]) -> None:
+def _end(process: int, over: threading.Event, wake: list[threading.Semaphore]) -> None:
+    if os.getpid() != process:
+        return  # a fork has no helpers, and one may have held a lock
     over.set()
     for each in wake:
         each.release()
@@ -98,11 +106,14 @@ class cores:
         helpers: _Helpers | None = getattr(_own, "helpers", None)
         if helpers is None or len(helpers.slots) < count:
             helpers = _own.helpers = _Helpers(count)
+        assert not helpers.held, "a call within a call would let helpers of the outer one sleep"
+        helpers.held = True
         self._slots = helpers.hold(count)
         return self._slots
 
     def __exit__(self, *_: object) -> None:
         if len(self._slots):
+            _own.helpers.held = False
             _free(self._slots)
 
 
@@ -124,13 +135,14 @@ def together(body: Any) -> Any:
         def generate(context: Any, b: Any, signature: Any, given: Any) -> Any:
             kinds = types.void(arguments, types.int64, types.int64)
             name = b.module.get_unique_name(f"card.{body.__name__}")
-            share = ir.Function(b.module, ir.FunctionType(ir.VoidType(), [I64] * 3), name)
+            share = ir.Function(b.module, ir.FunctionType(I64, [I64] * 3), name)
             share.linkage = "internal"
             own = ir.IRBuilder(share.append_basic_block())
             pointer = own.inttoptr(share.args[0], context.get_value_type(arguments).as_pointer())
             callee = context.compile_subroutine(own, call, kinds).fndesc
-            context.call_internal_no_propagate(own, callee, kinds, [own.load(pointer), *share.args[1:]])
-            own.ret_void()
+            given_share = [own.load(pointer), *share.args[1:]]
+            status, _ = context.call_internal_no_propagate(own, callee, kinds, given_share)
+            own.ret(own.zext(status.is_error, I64))
             keep: Any = cgutils.alloca_once_value
             place = keep(b, given[1])
             addresses = (b.ptrtoint(pointed, I64) for pointed in (share, place))
@@ -144,17 +156,23 @@ def together(body: Any) -> Any:
 
 
 def _share(team: Slots, function: int, arguments: int) -> None:
-    """Run a function on all threads."""
+    """Run a function on all threads; raise MemoryError if one of them raised an error.
+
+    What compiled code allocates is all that can fail in it.
+    """
     threads = len(team) + 1
     for i in range(len(team)):
         team[i, _FUNCTION], team[i, _ARGUMENTS], team[i, _THREADS] = function, arguments, threads
         _store(team[i].ctypes.data + 8 * _JOB, team[i, _JOB] + 1)
-    _call(function, arguments, 0, threads)
+    failed = _call(function, arguments, 0, threads)
     for i in range(len(team)):
         waited = 0
         while _load(team[i].ctypes.data + 8 * _DONE) != team[i, _JOB]:
             waited += 1
             _pause(waited)
+        failed |= team[i, _FAILED]
+    if failed:
+        raise MemoryError("compiled code found no memory for its scratch")
 
 
 @compiled()
@@ -163,7 +181,7 @@ def _help(slot: Slots, thread: int) -> None:
     place, done, waited = slot.ctypes.data, slot[_DONE], 0
     while True:
         if _load(place + 8 * _JOB) != done:
-            _call(slot[_FUNCTION], slot[_ARGUMENTS], thread, slot[_THREADS])
+            slot[_FAILED] = _call(slot[_FUNCTION], slot[_ARGUMENTS], thread, slot[_THREADS])
             done, waited = done + 1, 0
             _store(place + 8 * _DONE, done)
         else:
@@ -230,14 +248,13 @@ def _swap(context: Any, address: Any, new: Any) -> Any:
 
 @intrinsic
 def _call(context: Any, function: Any, arguments: Any, thread: Any, threads: Any) -> Any:
-    """Call a function that `together` wrote by its address."""
+    """Call a function that `together` wrote by its address; return 1 if it raised an error, else 0."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
-        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
+        kind = ir.FunctionType(I64, [I64] * 3)
+        return b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
 
-    return types.void(*[types.int64] * 4), generate
+    return types.int64(*[types.int64] * 4), generate
 
 
 @intrinsic

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 import transformers as t
 
 from langchain_card.config import EngineConfig
+from langchain_card.models import loader
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.cpu import quantized_weights, row_attention, row_kernels
+from langchain_card.runtime.cpu import row_attention, row_kernels
+from langchain_card.runtime.cpu.common_model import CommonModel
 from langchain_card.runtime.cpu.fused_layers import FusedLayer, FusedStack
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.rows import Rows
@@ -38,9 +40,14 @@ ODD: dict[str, Any] = {
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A random model of an architecture, its norms and biases random, too."""
-    torch.manual_seed(0)
+    """A random model of an architecture."""
     config = (tiny.FAMILIES if request.param.endswith("sliding") else tiny.CONFIGS)[request.param.split()[0]]()
+    return random_model(config, tmp_path)
+
+
+def random_model(config: Any, tmp_path: Path) -> str:
+    """A random model, its norms and biases random, too."""
+    torch.manual_seed(0)
     config.eos_token_id = 0
     model = t.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -56,13 +63,10 @@ def logits(model: Any) -> torch.Tensor:
     return torch.cat([*runner.follow(runner.open(), TEXT)])
 
 
-def both(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def both(folder: str) -> tuple[Any, Any]:
     """The model as it is loaded, and with transformers' own decoder layers over the same linear ones."""
     spec = resolve(EngineConfig(folder, None, quantization="int8")).target
-    with monkeypatch.context() as patch:
-        patch.setattr(quantized_weights, "fuse_layers", lambda decoder: None)
-        original = load_model(spec)
-    return load_model(spec), original
+    return load_model(spec), load_model(spec, fused=False)
 
 
 def num_fused(model: Any) -> int:
@@ -70,11 +74,35 @@ def num_fused(model: Any) -> int:
 
 
 @pytest.mark.parametrize("folder", ["llama", "qwen2", "qwen3", "mistral"], indirect=True)
-def test_layers_of_the_common_kind_are_replaced(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    got, wanted = both(folder, monkeypatch)
+def test_layers_of_the_common_kind_are_replaced(folder: str) -> None:
+    got, wanted = both(folder)
     assert (num_fused(got), num_fused(wanted)) == (2, 0)
     a, b = logits(got), logits(wanted)
     assert (a - b).norm() < 0.02 * b.norm()
+
+
+WIDE: dict[str, Any] = {"sliding_window": None}
+COMMON: dict[str, Any] = {
+    "llama": lambda: t.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "heads of four": lambda: t.LlamaConfig(**{**SHAPE, "hidden_size": 16, "num_key_value_heads": 4}),
+    "three heads": lambda: t.LlamaConfig(
+        **{**SHAPE, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+    ),
+    "qwen2": lambda: t.Qwen2Config(**SHAPE),
+    "qwen3": lambda: t.Qwen3Config(**SHAPE, head_dim=32),
+    "mistral": lambda: t.MistralConfig(**SHAPE, **WIDE),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_a_common_model_has_the_bits_of_transformers_own_class(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = resolve(EngineConfig(random_model(COMMON[name](), tmp_path), None, quantization="int8")).target
+    common = load_model(spec)
+    monkeypatch.setattr(loader, "is_common", lambda config: False)
+    assert isinstance(common, CommonModel) and not isinstance(wanted := load_model(spec), CommonModel)
+    assert logits(common).equal(logits(wanted))
 
 
 @pytest.mark.parametrize("folder", ["qwen2", "qwen3", "mistral", "qwen2 sliding", "qwen3 sliding"], indirect=True)
@@ -95,7 +123,7 @@ def test_others_stay_what_they_are(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("planted", ["norms", "rotation", "bias", "scaling"])
-@pytest.mark.parametrize("folder", ["qwen2"], indirect=True)
+@pytest.mark.parametrize("folder", ["qwen2 sliding"], indirect=True)
 def test_planted_layer_that_computes_something_else_is_not_taken(
     folder: str, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.support.teams import expected, results
+from langchain_card.runtime.cpu.team import cores
+from langchain_card.runtime.threads import use_threads
+from tests.support.teams import expected, fail, results
 
 
 def test_each_thread_gets_its_share_each_time() -> None:
@@ -66,6 +68,19 @@ def test_threads_that_wait_give_their_core_to_others() -> None:
     done = subprocess.run([sys.executable, "-c", ON_ONE_CORE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 2.0, "2,000 rounds took more than a millisecond of computing each"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_in_a_share_is_raised_when_all_are_done(failing: int) -> None:
+    with pytest.raises(MemoryError, match="no memory"):
+        fail(2, failing)
+    assert np.array_equal(results(2), expected(2))
+
+
+def test_a_call_within_a_call_is_refused() -> None:
+    use_threads(2)
+    with cores(), pytest.raises(AssertionError), cores():
+        pass
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="for systems that fork")

@@ -121,17 +121,6 @@ def round_block(own: Scratch, i: int, n: int, count: int, out: Rounded) -> None:
         pairs[j * together] = (sums[2 * j] & 0xFFFF) | (sums[2 * j + 1] << 16)
 
 
-@compiled()
-def round_row(row: Array, n: int, count: int, out: Rounded) -> None:
-    """Round row `n` of `count` into its place."""
-    own = scratch()
-    for i in range((len(row) + BLOCK - 1) // BLOCK):
-        part = row[i * BLOCK : (i + 1) * BLOCK]
-        own.row[: len(part)] = part
-        own.row[len(part) :] = 0
-        round_block(own, i, n, count, out)
-
-
 @intrinsic
 def _largest_bits(context: Any, row: Any) -> Any:
     """Return the bits of the largest magnitude of 256 floats at an address.

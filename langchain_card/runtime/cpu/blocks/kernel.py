@@ -257,7 +257,7 @@ def block_tile(
     """Multiply 1, 2, 4 or 8 rows, up to `MAX_ROWS`, with a tile of weights.
 
     All arguments are integers: the result of `tile_address`; the number of rows; the addresses of a block of rounded
-    rows (`matmul.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the
+    rows (`activations.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the
     address of the output, and the length of its rows.
     """
 
