@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
-from langchain_card.models.gguf_head import check_head
+from langchain_card.models.headers import check_gguf
 
 # Texts of tokens that end an answer even if the metadata does not list them (as in llama.cpp).
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
@@ -36,7 +36,7 @@ def open_gguf(path: Path) -> Any:
     from gguf import GGUFReader
 
     try:
-        check_head(path)
+        check_gguf(path)
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError, struct.error) as error:
         reason = f"not a whole GGUF file ({type(error).__name__}: {str(error)[:200]})"

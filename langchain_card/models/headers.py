@@ -1,18 +1,21 @@
 """Read a model's context length and chat template from its files, without torch, transformers or a network.
 
-The head of a GGUF file is parsed here: `gguf.GGUFReader` parses the whole vocabulary, which takes seconds.
+The head of a GGUF file is parsed here, too. `gguf.GGUFReader` parses the whole vocabulary, which takes seconds, and
+trusts the counts of arrays; transformers builds as many layers as a file states.
 """
 
 from __future__ import annotations
 
-import io
 import json
+import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from langchain_card.errors import UnsafeModelError
 from langchain_card.models.download import BUILTINS
-from langchain_card.models.safety import MAX_CONFIG_BYTES, MAX_JSON_BYTES
+from langchain_card.models.safety import BOUNDS, MAX_CONFIG_BYTES, MAX_JSON_BYTES
 
 DEFAULT_MAX_LEN = 8192
 """Default positions of a sequence, if the model was trained for as many."""
@@ -22,9 +25,20 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_
 """Config keys that state the number of positions, depending on the family."""
 
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
-_GGUF_HEAD = 1 << 16  # bytes to read: the model's numbers precede its vocabulary
-_GGUF_STRING, _GGUF_ARRAY = 8, 9
-_GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_DIMENSIONS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+}
+"""Fields of a GGUF file by what transformers calls them."""
 
 
 def context_length(name: str) -> int | None:
@@ -88,28 +102,77 @@ def _of_config(path: Path | None) -> Any:
     )
 
 
+def check_gguf(path: Path) -> None:
+    """Raise unless a GGUF file's metadata lies in it and its dimensions are plausible.
+
+    Raises:
+        ValueError, KeyError, struct.error: it is no whole GGUF file.
+        UnsafeModelError: a dimension is out of bounds.
+    """
+    for key, value in _fields(path):
+        dimension = _DIMENSIONS.get(key.partition(".")[2])
+        if dimension is not None:
+            _check(key, value, BOUNDS[dimension])
+
+
 def _of_gguf(path: Path) -> Any:
     """Return the value of `<architecture>.context_length`, which stands near the beginning of the file."""
-    with path.open("rb") as file:
-        head = io.BytesIO(file.read(_GGUF_HEAD))
-    magic, _, _, count = struct.unpack("<4sIQQ", head.read(24))
-    if magic != b"GGUF":
-        return None
-    for _ in range(count):
-        key, value = _gguf_value(head, _GGUF_STRING), _gguf_value(head, _number(head, "I"))
-        if key.endswith(b".context_length"):
-            return value
-    return None
+    return next((value for key, value in _fields(path) if key.endswith(".context_length")), None)
 
 
-def _gguf_value(head: io.BytesIO, kind: int) -> Any:
-    if kind == _GGUF_STRING:
-        return head.read(_number(head, "Q"))
-    if kind == _GGUF_ARRAY:
-        of, count = _number(head, "I"), _number(head, "Q")
-        return [_gguf_value(head, of) for _ in range(count)]
-    return _number(head, _GGUF_SCALARS[kind])
+def _fields(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of a GGUF file's metadata; None for arrays of strings."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        head = _Head(data)
+        magic, version = head.number("4s"), head.number("I")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"begins with {magic!r}, version {version}, where a little-endian GGUF has 2 or 3")
+        _, count = head.number("Q"), head.number("Q")
+        for _ in range(count):
+            yield head.text().decode(errors="replace"), head.value(head.number("I"))
 
 
-def _number(head: io.BytesIO, form: str) -> Any:
-    return struct.unpack(f"<{form}", head.read(struct.calcsize(f"<{form}")))[0]
+class _Head:
+    """A reader of metadata from the beginning of a file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._at = data, 0
+
+    def number(self, form: str) -> Any:
+        """Read a value of one of struct's forms."""
+        (found,) = struct.unpack_from(f"<{form}", self._data, self._at)
+        self._at += struct.calcsize(f"<{form}")
+        return found
+
+    def text(self) -> bytes:
+        """Read a string."""
+        return self._take(self.number("Q"))
+
+    def value(self, kind: int) -> Any:
+        """Read a value of a GGUF type; arrays of strings are skipped."""
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(_SCALARS[kind])
+        of, count = self.number("I"), self.number("Q")
+        if of == _STRING:
+            for _ in range(count):  # each moves on, to the end of the file at most
+                self.text()
+            return None
+        if of == _ARRAY:
+            raise ValueError("has arrays of arrays, which no model needs")
+        size = struct.calcsize(_SCALARS[of])
+        return [found for (found,) in struct.iter_unpack(f"<{_SCALARS[of]}", self._take(count * size))]
+
+    def _take(self, size: int) -> bytes:
+        if size > len(self._data) - self._at:
+            raise ValueError(f"ends before {size:,} bytes of metadata")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+
+def _check(key: str, value: Any, bound: int) -> None:
+    """Raise unless a dimension, or that of each layer, is in bounds; layers without attention have no heads."""
+    least, numbers = (0, value) if isinstance(value, list) else (1, [value])
+    if not all(isinstance(number, int) and least <= number <= bound for number in numbers):
+        raise UnsafeModelError(f"GGUF field {key}", str(value)[:80], f"must be an integer in {least}..{bound}")

@@ -155,13 +155,13 @@ def test_the_pages_are_filled_between_their_marks(race: Race, tmp_path: Path, mo
     (tmp_path / "docs").mkdir()
     files = [tmp_path / "README.md", tmp_path / "docs" / "performance.md"]
     for file in files:
-        file.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+        file.write_text(f"before\n{page.BEGIN}\nEARLIER\n{page.END}\nafter\n")
     monkeypatch.setattr(page, "ROOT", tmp_path)
     race.save(tmp_path / "race.json")
     for _ in range(2):
         page.main(tmp_path / "race.json")
     for text in (file.read_text() for file in files):
-        assert text.startswith("before\n") and text.endswith(f"{page.END}\nafter\n") and "old" not in text
+        assert text.startswith("before\n") and text.endswith(f"{page.END}\nafter\n") and "EARLIER" not in text
         assert text.count("| code |") >= 1 and text.count(page.BEGIN) == 1
     assert "`flash-attn on`" in text and "40.0 GB/s" in text and ABOUT["command"] in text
 
