@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import langchain_card
 from langchain_card.bench import machine, prompts
 from langchain_card.bench.compare import WARM_UPS, Comparison, markdown_table, turn
 from langchain_card.bench.method_table import PEER_OPTIONS, PEERS, check_methods
@@ -27,6 +28,7 @@ from langchain_card.bench.race import CARD, details, losses, resumed, run_race, 
 from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError, InvalidInputError
+from langchain_card.models.files import source_hash
 from langchain_card.models.store import ModelStore
 
 METHODS = (CARD, *PEER_OPTIONS)
@@ -55,6 +57,7 @@ def describe(
         "command": shlex.join(["python", "benchmarks/race.py", *given]),
         "machine": machine.describe(),
         "packages": versions_of(args.methods),
+        "code": source_hash(Path(langchain_card.__path__[0])),
         "engine": fields,
         "asked": {"max_tokens": args.max_tokens, "count": args.count, "skip": args.skip},
         "files": args.sets,

@@ -19,7 +19,7 @@ from langchain_card.bench.method_table import PEERS, PLAIN
 from langchain_card.errors import InvalidInputError
 
 CARD = "card"
-_SAME = ("machine", "packages", "engine", "asked", "files", "texts", "options")
+_SAME = ("machine", "packages", "code", "engine", "asked", "files", "texts", "options")
 """Parts of a race's description that must not change when it goes on."""
 
 _GIB = 1 << 30
@@ -30,8 +30,8 @@ class Race:
     """The results of a race, complete or not.
 
     Attributes:
-        about: command, machine, packages, engine, what was asked, files of the sets and a hash of their texts, options
-            of the peers, bandwidth, and bytes that a pass reads.
+        about: command, machine, packages, a hash of this package's code, engine, what was asked, files of the sets and
+            a hash of their texts, options of the peers, bandwidth, and bytes that a pass reads.
         weights: number formats by method, in words.
         sets: results by set. Their rows' `group` is the index of the prompt.
         failed: errors of the methods that were left out, by name.

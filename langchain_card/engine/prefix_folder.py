@@ -19,7 +19,6 @@ never found for another tenant, other weights or another number format.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import importlib.metadata
 import logging
@@ -42,7 +41,7 @@ from langchain_card import runtime
 from langchain_card._version import __version__
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
-from langchain_card.models.files import MARGIN
+from langchain_card.models.files import MARGIN, source_hash
 from langchain_card.models.loader import ModelSpec
 from langchain_card.models.store import file_state
 from langchain_card.runtime.kv_cache import KVCache
@@ -269,19 +268,11 @@ def dependencies(spec: ModelSpec, config: EngineConfig) -> str:
     gpus = [torch.cuda.get_device_name(device) for device in spec.devices if device.type == "cuda"]
     machine = (processor(), torch.backends.cpu.get_cpu_capability(), gpus)
     packages = [importlib.metadata.version(name) for name in ("torch", "transformers", "numba", "llvmlite")]
-    versions = (__version__, _source_hash(Path(runtime.__path__[0])))
+    versions = (__version__, source_hash(Path(runtime.__path__[0])))
     grid: tuple[object, ...] = (config.exact, config.execution)
     if config.exact == "strict":
         grid += (config.max_model_len, config.limits.max_window, config.limits.num_seqs, num_cores())
     return repr((file_state(spec.folder), spec, grid, machine, versions, packages))
-
-
-def _source_hash(folder: Path) -> str:
-    """Return a hash of the code in a folder: other code makes other bits, also under the same version."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _shared_secret(file: Path) -> bytes:

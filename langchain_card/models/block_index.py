@@ -93,7 +93,7 @@ class BlockWriter:
         for start in range(0, len(matrix), _CHUNK):
             part = matrix[start : start + _CHUNK]
             padded = torch.nn.functional.pad(part.float(), (0, missing))
-            self._size += self._file.write(quantize(kind, padded.numpy()).data)
+            self._size += self._file.write(quantize(kind, padded.contiguous().numpy()).data)
 
     def close(self) -> None:
         """Complete the files."""

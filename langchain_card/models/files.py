@@ -1,7 +1,8 @@
-"""Files of the model store: progress reports, locks, free space, atomic folders."""
+"""Files: progress reports, locks, free space, atomic folders, hashes of code."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
@@ -103,3 +104,11 @@ def fresh_folder(target: Path) -> Iterator[Path]:
         os.rename(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def source_hash(folder: Path) -> str:
+    """Return a hash of the code in a folder: other code makes other bits, also under the same version."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()

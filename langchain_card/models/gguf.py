@@ -133,6 +133,12 @@ def save_tokenizer(path: Path, reader: Any, out: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokenizer.save_pretrained(out)
+    # Else transformers would read tokenizer.json, of some 10 MB, once more for these tokens at each start.
+    fields = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    added = tokenizer.added_tokens_decoder.items()
+    tokens = {number: {key: getattr(token, key) for key in fields} for number, token in added}
+    config = out / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": tokens}, indent=2) + "\n")
     generation = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": end_token_ids(reader),

@@ -38,6 +38,7 @@ ABOUT: dict[str, Any] = {
     "command": "python benchmarks/race.py code chat --json race.json",
     "machine": {"processor": "a CPU", "cores": 2, "memory": "24 GiB", "torch": "2.13"},
     "packages": {"llama-server": "12 (abc)"},
+    "code": "a hash of the code",
     "engine": {"model": "m"},
     "asked": {"max_tokens": 4, "count": 2, "skip": 0},
     "files": ["code", "chat"],
@@ -98,6 +99,8 @@ def test_a_race_under_other_conditions_is_refused(tmp_path: Path, race: Race) ->
     race.save(tmp_path / "race.json")
     with pytest.raises(InvalidInputError, match="another value of 'asked'"):
         resumed(tmp_path / "race.json", ABOUT | {"asked": {"max_tokens": 5}})
+    with pytest.raises(InvalidInputError, match="another value of 'code'"):
+        resumed(tmp_path / "race.json", ABOUT | {"code": "another"})
     assert resumed(tmp_path / "race.json", ABOUT | {"command": "another"}).weights == race.weights
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import numba
 import numba.extending
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
+
+from langchain_card.runtime.cpu.compiled import Bytes, compiled
 
 LANES = 16
 
@@ -31,6 +34,11 @@ def instructions() -> str:
     features = (of_host() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
     return next((name for name in ("avx512vnni", "avxvnni", "avx2") if f"+{name}" in features), "portable")
 
+
+UNITS = 0x4B400000
+"""Bits of the float 1.5 x 2^23. In those of its sum with a small number, the last bits are the nearest integer."""
+
+UNITS_FLOAT = float(3 << 22)
 
 MAX_ROWS = 8 if instructions() == "avx512vnni" else 2
 """Rows that a weight serves while it lies in a register: CPUs without AVX-512 have fewer and narrower registers."""
@@ -77,6 +85,15 @@ class Builder:
         """Copy an int32 to all lanes."""
         nothing = ir.Constant(SUMS, ir.Undefined)
         return self.b.shuffle_vector(self.b.insert_element(nothing, number, I32(0)), nothing, SUMS([0] * LANES))
+
+    def everywhere_float(self, number: Any) -> Any:
+        """Copy a float32 to all lanes."""
+        return self.b.bitcast(self.everywhere(self.b.bitcast(number, I32)), FLOATS)
+
+    def nearest(self, numbers: Any) -> Any:
+        """Return the nearest integers of floats of less than 2^22, the even one of two."""
+        units = self.b.fadd(numbers, FLOATS([UNITS_FLOAT] * LANES))
+        return self.b.sub(self.b.bitcast(units, SUMS), SUMS([UNITS] * LANES))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return `a * b + c`, rounded once."""
@@ -194,6 +211,23 @@ def bits_of(context: Any, value: Any) -> Any:
         return b.zext(b.bitcast(args[0], I32), I64)
 
     return types.int64(types.float32), generate
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    """Return an address as the pointer that `numba.carray` takes."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], I8.as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@compiled()
+def bytes_at(address: int, size: int) -> Bytes:
+    """Return bytes at an address as an array."""
+    found: Bytes = carray(_pointer(address), (size,), np.uint8)
+    return found
 
 
 def close_phi(phi: Any, entry: Any, then: Any, end: Any, first: Any = None) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from langchain_card.runtime.cpu.blocks.kernel import BLOCK, UNITS
+from langchain_card.runtime.cpu.blocks.kernel import BLOCK
 from langchain_card.runtime.cpu.compiled import Array, Integers, Levels, compiled
 from langchain_card.runtime.cpu.vectors import (
     F32,
@@ -24,6 +23,7 @@ from langchain_card.runtime.cpu.vectors import (
     LANES,
     MAX_ROWS,
     SUMS,
+    UNITS,
     Builder,
     close_phi,
     float_of,
@@ -143,8 +143,7 @@ def _write(b: Any, args: Any) -> None:
     """Round groups of 32 features: a loop over them."""
     row, shrink, groups, stride, levels, starts, sums, own_sums = args
     k = Builder(b)
-    nothing = ir.Constant(FLOATS, ir.Undefined)
-    factor = b.shuffle_vector(b.insert_element(nothing, shrink, I32(0)), nothing, SUMS([0] * LANES))
+    factor = k.everywhere_float(shrink)
     before, loop, done = b.block, b.append_basic_block(), b.append_basic_block()
     b.branch(loop)
     b.position_at_end(loop)
@@ -152,8 +151,7 @@ def _write(b: Any, args: Any) -> None:
     for half in range(2):
         number = k.plus(k.times(group, 2), half)
         scaled = b.fmul(k.load(row, number, 64, FLOATS), factor)
-        # Added to 1.5 x 2^23, the integer next to a small number is in the last bits.
-        rounded = b.sub(b.bitcast(b.fadd(scaled, FLOATS([float(3 << 22)] * LANES)), SUMS), SUMS([UNITS] * LANES))
+        rounded = k.nearest(scaled)
         fours = b.bitcast(b.trunc(rounded, vector(I8, LANES)), vector(I32, LANES // 4))
         for i in range(LANES // 4):
             place = b.mul(k.plus(k.times(number, LANES // 4), i), stride)

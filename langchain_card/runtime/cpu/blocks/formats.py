@@ -8,12 +8,25 @@ those of 32, a block is one group with float16 numbers. The layout is that of ll
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 
 from langchain_card.runtime.cpu.compiled import Array, Bytes, compiled
-from langchain_card.runtime.cpu.vectors import float_of
+from langchain_card.runtime.cpu.vectors import (
+    FLOATS,
+    I8,
+    I32,
+    I64,
+    LANES,
+    Builder,
+    bytes_at,
+    float_of,
+    intrinsic,
+    vector,
+)
 
 
 class Format(NamedTuple):
@@ -66,20 +79,20 @@ minimums of up to 16 groups."""
 
 
 @compiled()
-def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
-    """Take the block at a place of a row of a file apart.
+def read_block(form: int, address: int, block: Bytes) -> None:
+    """Take a block of a file apart.
 
     Args:
         form: number of the format.
-        row: of the file.
-        at: first byte of the block.
-        block: [BLOCK_BYTES], output. A tuple of arrays, or a slice, would cost as much time as a small block.
+        address: of the block. Indices that are known not to be negative let loops run in vectors.
+        block: [BLOCK_BYTES], output. A tuple of arrays would cost as much time as a small block.
     """
-    factor = at + 208 if form == Q6_K else at
+    row = bytes_at(address, _SIZES[form])
+    factor = 208 if form == Q6_K else 0
     block[FACTORS], block[FACTORS + 1] = row[factor], row[factor + 1]
     if form == Q6_K:
         for part in range(2):  # shifts by constants, so that loops run in vectors of bytes
-            low, high, to = at + 64 * part, at + 128 + 32 * part, 128 * part
+            low, high, to = 64 * part, 128 + 32 * part, 128 * part
             for i in range(32):
                 first, second, top = row[low + i], row[low + 32 + i], row[high + i]
                 block[to + i] = (first & 15) | ((top & 3) << 4)
@@ -87,21 +100,21 @@ def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
                 block[to + 64 + i] = (first >> 4) | (((top >> 4) & 3) << 4)
                 block[to + 96 + i] = (second >> 4) | ((top >> 6) << 4)
         for i in range(16):
-            block[SCALES + i] = row[at + 192 + i]
+            block[SCALES + i] = row[192 + i]
         return
-    at += 2
+    at = 2
     if form in (Q4_1, Q5_1, Q4_K, Q5_K):
-        block[FACTORS + 2], block[FACTORS + 3] = row[at], row[at + 1]
-        at += 2
+        block[FACTORS + 2], block[FACTORS + 3] = row[2], row[3]
+        at = 4
     if form == Q8_0:
         for i in range(32):
-            block[i] = row[at + i] ^ 128
+            block[i] = row[2 + i] ^ 128
     elif form in (Q4_K, Q5_K):
         for i in range(4):
-            block[SCALES + i], block[MINS + i] = row[at + i] & 63, row[at + 4 + i] & 63
-            block[SCALES + 4 + i] = (row[at + 8 + i] & 15) | ((row[at + i] >> 6) << 4)
-            block[MINS + 4 + i] = (row[at + 8 + i] >> 4) | ((row[at + 4 + i] >> 6) << 4)
-        nibbles = at + 12 if form == Q4_K else at + 44
+            block[SCALES + i], block[MINS + i] = row[4 + i] & 63, row[8 + i] & 63
+            block[SCALES + 4 + i] = (row[12 + i] & 15) | ((row[4 + i] >> 6) << 4)
+            block[MINS + 4 + i] = (row[12 + i] >> 4) | ((row[8 + i] >> 6) << 4)
+        nibbles = 16 if form == Q4_K else 48
         for pair in range(4):
             for i in range(32):
                 both = row[nibbles + 32 * pair + i]
@@ -109,16 +122,10 @@ def read_block(form: int, row: Bytes, at: int, block: Bytes) -> None:
         if form == Q5_K:
             for group in range(8):
                 for i in range(32):
-                    block[32 * group + i] |= ((row[at + 12 + i] >> group) & 1) << 4
+                    block[32 * group + i] |= ((row[16 + i] >> group) & 1) << 4
     else:
-        nibbles = at + 4 if form in (Q5_0, Q5_1) else at
-        for i in range(16):
-            block[i], block[16 + i] = row[nibbles + i] & 15, row[nibbles + i] >> 4
-        if form in (Q5_0, Q5_1):
-            for eight in range(4):
-                bits = row[at + eight]
-                for i in range(8):
-                    block[8 * eight + i] |= ((bits >> i) & 1) << 4
+        five = form in (Q5_0, Q5_1)
+        _split(address + at + 4 if five else address + at, address + at, np.int32(-1 if five else 0), block.ctypes.data)
 
 
 @compiled()
@@ -126,24 +133,64 @@ def dequantize(form: int, rows: Bytes) -> Array:
     """Return the weights of blocks [outputs, bytes] as float32 [outputs, features]."""
     size, count, group = _SIZES[form], _FEATURES[form], _GROUPS[form]
     offset, has_min, whole = np.float32(_OFFSETS[form]), _HAS_MIN[form], _FEATURES[form] > _GROUPS[form]
-    blocks, block = rows.shape[1] // size, np.zeros(BLOCK_BYTES, np.uint8)
+    blocks, groups, parts = rows.shape[1] // size, count // group, group // LANES
+    block = np.zeros(BLOCK_BYTES, np.uint8)
     halves = block.view(np.uint16)[FACTORS // 2 :]
     out = np.empty((len(rows), blocks * count), np.float32)
+    codes, floats = block.ctypes.data, out.ctypes.data
     for n in range(len(rows)):
-        row = rows[n]
+        row = rows[n].ctypes.data
         for i in range(blocks):
-            read_block(form, row, i * size, block)
+            read_block(form, row + i * size, block)
             factor, least = half(halves[0]), half(halves[1]) if has_min else np.float32(0.0)
-            for g in range(count // group):
+            done = 0
+            for g in range(groups):
                 scale, low = factor, least
                 if whole:
                     own = np.int32(block[SCALES + g])
                     scale = factor * np.float32(own - 256 if form == Q6_K and own > 127 else own)
                     low = -least * np.float32(block[MINS + g])
-                to = out[n, i * count + g * group :]
-                for j in range(group):
-                    to[j] = scale * (np.float32(block[g * group + j]) - offset) + low
+                for _ in range(parts):
+                    _scale(codes + done, scale, offset, low, floats + 4 * done)
+                    done += LANES
+            floats += 4 * count
     return out
+
+
+@intrinsic
+def _scale(context: Any, codes: Any, scale: Any, offset: Any, low: Any, out: Any) -> Any:
+    """Store `scale * (code - offset) + low` for 16 codes. The first and the last argument are addresses."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        k, codes, out = Builder(b), args[0], args[-1]
+        scale, offset, low = map(k.everywhere_float, args[1:-1])
+        numbers = b.uitofp(k.load(codes, I64(0), 1, vector(I8, LANES)), FLOATS)
+        value = b.fadd(b.fmul(scale, b.fsub(numbers, offset)), low)
+        b.store(value, k.pointer(out, I64(0), 1, FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, *(types.float32,) * 3, types.int64), generate
+
+
+@intrinsic
+def _split(context: Any, nibbles: Any, fifth: Any, mask: Any, codes: Any) -> Any:
+    """Store 32 codes: the lower halves of 16 bytes, then the upper ones. Their fifth bits are 32 bits, if not masked.
+
+    All but the mask are addresses. Stored one by one, codes could not be loaded as a vector before they are in the
+    cache.
+    """
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        k, half, kind = Builder(b), vector(I8, 16), vector(I8, 32)
+        both = k.load(args[0], I64(0), 1, half)
+        low, high = b.and_(both, half([15] * 16)), b.lshr(both, half([4] * 16))
+        whole = b.shuffle_vector(low, high, vector(I32, 32)(list(range(32))))
+        bits = b.bitcast(b.and_(k.load(args[1], I64(0), 1, I32), args[2]), vector(ir.IntType(1), 32))
+        fifth = b.shl(b.zext(bits, kind), kind([4] * 32))
+        b.store(b.or_(whole, fifth), k.pointer(args[3], I64(0), 1, kind), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int32, types.int64), generate
 
 
 @compiled()

@@ -28,6 +28,8 @@ from langchain_card.runtime.cpu.vectors import (
     LANES,
     MAX_ROWS,
     SUMS,
+    UNITS,
+    UNITS_FLOAT,
     WORDS,
     Builder,
     close_phi,
@@ -38,9 +40,6 @@ from langchain_card.runtime.cpu.vectors import (
 
 BLOCK = 256
 """Features of a row that are rounded with one factor."""
-
-UNITS = 0x4B400000
-"""Bits of the float 1.5 x 2^23."""
 
 _AHEAD = 6144
 """Bytes between the weights that are used and those that begin to be loaded."""
@@ -150,7 +149,7 @@ class _Tile:
                 chain = chains[i % len(chains)]
                 chain[n] = k.dot_bytes(chain[n], weights, four, wide=form.bits == 8)
         sums = [functools.reduce(b.add, parts) for parts in zip(*chains, strict=True)]
-        units = FLOATS([float(3 << 22)] * LANES)
+        units = FLOATS([UNITS_FLOAT] * LANES)
         grown = [
             k.fma(b.fsub(b.bitcast(own, FLOATS), units), scale, before) for own, before in zip(sums, inner, strict=True)
         ]

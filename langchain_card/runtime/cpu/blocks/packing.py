@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, types  # type: ignore[attr-defined]
+from numba import types
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, dequantize
 from langchain_card.runtime.cpu.blocks.kernel import tile_address
@@ -19,7 +19,7 @@ from langchain_card.runtime.cpu.blocks.matmul import Weights, tile_bytes
 from langchain_card.runtime.cpu.blocks.rounding import quantize
 from langchain_card.runtime.cpu.blocks.tiles import TILE, pack_row
 from langchain_card.runtime.cpu.compiled import Bytes, Slots, compiled
-from langchain_card.runtime.cpu.vectors import I8, I32, I64, Builder, intrinsic
+from langchain_card.runtime.cpu.vectors import I8, I32, I64, Builder, bytes_at, intrinsic
 
 _ROWS = 256
 """Rows that a thread takes at a time."""
@@ -93,11 +93,12 @@ class Packer:
     def __init__(self, matrices: Sequence[Sequence[MatrixPart]]) -> None:
         self._matrices = matrices
         parts = list(itertools.chain(*matrices))
-        sizes = [part.tiles * part.tile_bytes for part in parts]
-        self._begins = list(itertools.accumulate(sizes, initial=0))
+        sizes = [part.tile_bytes for part in parts]
+        wholes = (part.tiles * size for part, size in zip(parts, sizes, strict=True))
+        self._begins = list(itertools.accumulate(wholes, initial=0))
         self._arena, self._taken = empty_bytes(self._begins.pop()), np.zeros(1, np.int64)
         jobs, order = list[tuple[int, ...]](), list[int]()
-        for part, begin in zip(parts, self._begins, strict=True):
+        for part, begin, size in zip(parts, self._begins, sizes, strict=True):
             first = 0
             for blocks in part.blocks:
                 at = len(order) if blocks.order else _UNORDERED
@@ -105,14 +106,14 @@ class Packer:
                 place = blocks.rows.ctypes.data, blocks.rows.strides[0], at
                 for start in range(0, blocks.outputs, _ROWS):
                     own = start, min(start + _ROWS, blocks.outputs)
-                    tiles = first, begin, part.tile_bytes
+                    tiles = first, begin, size
                     jobs.append((blocks.form, part.form, *place, *own, *tiles, blocks.mapped))
                 first += blocks.outputs
         self._jobs, self._order = np.array(jobs, np.int64).reshape(-1, 11), np.array(order, np.int64)
 
     def run(self) -> None:
         """Lay out matrices until all are laid out or being laid out by other threads."""
-        _pack(self._jobs, self._order, self._arena, self._taken)
+        _pack(self._jobs, self._order, self._arena.ctypes.data, self._taken)
 
     def stop(self) -> None:
         """Lay out no more."""
@@ -147,7 +148,7 @@ def empty_bytes(size: int) -> Bytes:
 
 
 @compiled()
-def _pack(jobs: Slots, order: Slots, arena: Bytes, taken: Slots) -> None:
+def _pack(jobs: Slots, order: Slots, arena: int, taken: Slots) -> None:
     """Do jobs until none is left.
 
     Args:
@@ -155,7 +156,7 @@ def _pack(jobs: Slots, order: Slots, arena: Bytes, taken: Slots) -> None:
             begins; first row and end; output of row 0; first byte of the tiles, and bytes of one; whether the blocks
             are mapped.
         order: of all blocks that have one.
-        arena: of all tiles.
+        arena: address of all tiles. Threads that sliced one array would all count its users in one place.
         taken: [1] number of jobs that were begun.
     """
     while True:
@@ -165,11 +166,11 @@ def _pack(jobs: Slots, order: Slots, arena: Bytes, taken: Slots) -> None:
         form, target, address, size, at, start, end, first, begin, tile, mapped = jobs[job]
         for row in range(start, end):
             place = address + (row if at == _UNORDERED else order[at + row]) * size
-            blocks = carray(_pointer(place), (1, size), np.uint8)
+            blocks = bytes_at(place, size).reshape(1, size)
             if form != target:
                 blocks = quantize(target, dequantize(form, blocks))
-            own = begin + (first + row) // TILE * tile
-            pack_row(target, blocks[0], (first + row) % TILE, arena[own : own + tile])
+            own = arena + begin + (first + row) // TILE * tile
+            pack_row(target, blocks[0], (first + row) % TILE, bytes_at(own, tile))
         if mapped:
             page = (address + start * size + _PAGE - 1) // _PAGE * _PAGE
             _release(page, max(0, (address + end * size) // _PAGE * _PAGE - page))
@@ -183,16 +184,6 @@ def _next(context: Any, address: Any) -> Any:
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), I64(1), "monotonic")
 
     return types.int64(types.int64), generate
-
-
-@intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    """Return an address as the pointer that `numba.carray` takes."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.inttoptr(args[0], I8.as_pointer())
-
-    return types.voidptr(types.int64), generate
 
 
 @intrinsic

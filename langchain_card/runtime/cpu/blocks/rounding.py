@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numba import types
 
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_K, Q8_0, half
 from langchain_card.runtime.cpu.compiled import Array, Bytes, compiled
-from langchain_card.runtime.cpu.vectors import bits_of
+from langchain_card.runtime.cpu.vectors import (
+    F32,
+    FLOATS,
+    I8,
+    I32,
+    I64,
+    LANES,
+    SUMS,
+    Builder,
+    bits_of,
+    bytes_at,
+    float_of,
+    intrinsic,
+    own_function,
+    vector,
+)
 
+_SIGN = 0x80000000
 _ZERO, _ONE, _TOP, _STEPS = np.float32(0.0), np.float32(1.0), np.float32(15.0), np.float32(63.0)
 _FEATURES, _SIZES = np.array([form.features for form in FORMATS]), np.array([form.size for form in FORMATS])
 _TRIES, _SHORTER = 8, np.float32(0.25)
@@ -27,43 +46,110 @@ def quantize(form: int, weights: Array) -> Bytes:
     """
     outputs, features = weights.shape
     size, blocks = _SIZES[form], features // _FEATURES[form]
-    rows, codes = np.empty((outputs, blocks * size), np.uint8), np.empty(32, np.uint8)
+    rows = np.empty((outputs, blocks * size), np.uint8)
     for n in range(outputs):
-        for i in range(blocks):
-            own, out = weights[n, i * _FEATURES[form] : (i + 1) * _FEATURES[form]], rows[n, i * size : (i + 1) * size]
-            if form == Q4_K:
-                _to_q4_k(own, out)
-            else:
-                _to_codes(form, own, codes, out)
+        if form == Q4_K:
+            for i in range(blocks):
+                _to_q4_k(weights[n, i * 256 : (i + 1) * 256], rows[n, i * size : (i + 1) * size])
+        else:
+            _to_codes(form, weights[n].ctypes.data, rows[n].ctypes.data, blocks)
     return rows
 
 
-@compiled(fastmath={"nnan", "nsz", "reassoc"})
-def _largest(own: Array) -> np.float32:
-    """Return the value of largest magnitude."""
-    bottom, top = _ZERO, _ZERO
-    for i in range(len(own)):
-        bottom, top = min(bottom, own[i]), max(top, own[i])
-    largest: np.float32 = top if top > -bottom else bottom
-    return largest
+@compiled()
+def _to_codes(form: int, own: int, out: int, groups: int) -> None:
+    """Round groups so that their value of largest magnitude has the last code: of its sign, or of either in `Q8_0`.
+
+    Args:
+        form: `Q8_0` or `Q4_0`.
+        own: address of 32 floats of each group.
+        out: address of the blocks.
+        groups: number of groups.
+    """
+    size = _SIZES[form]
+    for i in range(groups):
+        largest = _largest(own + 128 * i)
+        factor = abs(largest) / np.float32(127.0) if form == Q8_0 else largest / np.float32(-8.0)
+        _put_half(factor, bytes_at(out + size * i, 2), 0)
+        factor = half(_half_bits(factor))
+        per = _ONE / factor if factor else _ZERO
+        if form == Q8_0:
+            _put_bytes(own + 128 * i, per, out + size * i + 2)
+        else:
+            _put_nibbles(own + 128 * i, per, out + size * i + 2)
 
 
 @compiled()
-def _to_codes(form: int, own: Array, codes: Bytes, out: Bytes) -> None:
-    """Round a group so that its value of largest magnitude has the last code: of its sign, or of either in `Q8_0`."""
-    largest, shift = _largest(own), np.float32(128.0 if form == Q8_0 else 8.0)
-    factor = abs(largest) / np.float32(127.0) if form == Q8_0 else largest / np.float32(-8.0)
-    _put_half(factor, out, 0)
-    factor = half(_half_bits(factor))
-    per, top = _ONE / factor if factor else _ZERO, np.float32(2.0) * shift - _ONE
-    for i in range(32):
-        codes[i] = np.uint8(min(max(np.rint(own[i] * per) + shift, _ZERO), top))
-    if form == Q8_0:
-        for i in range(32):
-            out[2 + i] = codes[i] ^ 128
-    else:
-        for i in range(16):
-            out[2 + i] = codes[i] | (codes[16 + i] << 4)
+def _largest(own: int) -> np.float32:
+    """Return the value of largest magnitude of 32 floats at an address; the negative one of two."""
+    top, bottom = _largest_bits(own, 0), _largest_bits(own, _SIGN)
+    largest: np.float32 = float_of(top) if top > bottom else -float_of(bottom)
+    return largest
+
+
+@intrinsic
+def _largest_bits(context: Any, own: Any, sign: Any) -> Any:
+    """Return the bits of the largest positive value of 32 floats whose signs are changed by `sign`; 0 if none is.
+
+    The order of positive floats is that of their bits; bits of negative ones are negative numbers.
+    """
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        k = Builder(b)
+        left, right = (b.xor(k.load(args[0], I64(i), 64, SUMS), k.everywhere(b.trunc(args[1], I32))) for i in range(2))
+        larger = b.select(b.icmp_signed(">", left, right), left, right)
+        larger = b.select(b.icmp_signed(">", larger, SUMS([0] * LANES)), larger, SUMS([0] * LANES))
+        return b.zext(k.call("llvm.vector.reduce.smax.v16i32", I32, larger), I64)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def _codes(b: Any, own: Any, per: Any, part: int, bottom: int, top: int) -> Any:
+    """Return 16 of 32 floats times `per` as the nearest integers of a range: [16] int32."""
+    k = Builder(b)
+    scaled = b.fmul(k.load(own, I64(part), 64, FLOATS), k.everywhere_float(per))
+    for limit, order in ((bottom, ">"), (top, "<")):
+        bound = FLOATS([float(limit)] * LANES)
+        scaled = b.select(b.fcmp_ordered(order, scaled, bound), scaled, bound)
+    return k.nearest(scaled)
+
+
+def _write_nibbles(b: Any, args: Any) -> None:
+    own, per, out = args
+    k, shift = Builder(b), SUMS([8] * LANES)
+    low, high = (b.add(_codes(b, own, per, part, -8, 7), shift) for part in range(2))
+    both = b.trunc(b.or_(low, b.shl(high, SUMS([4] * LANES))), vector(I8, LANES))
+    b.store(both, k.pointer(out, I64(0), 1, both.type), align=1)
+
+
+def _write_bytes(b: Any, args: Any) -> None:
+    own, per, out = args
+    k = Builder(b)
+    for part in range(2):
+        levels = b.trunc(_codes(b, own, per, part, -128, 127), vector(I8, LANES))
+        b.store(levels, k.pointer(out, I64(part), LANES, levels.type), align=1)
+
+
+@intrinsic
+def _put_nibbles(context: Any, own: Any, per: Any, out: Any) -> Any:
+    """Store 32 floats at an address, times `per`, as codes of 4 bits: the first 16 are the lower halves of bytes."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.call(own_function(b.module, "nibbles", [I64, F32, I64], _write_nibbles), args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), generate
+
+
+@intrinsic
+def _put_bytes(context: Any, own: Any, per: Any, out: Any) -> Any:
+    """Store 32 floats at an address, times `per`, as signed bytes."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.call(own_function(b.module, "bytes", [I64, F32, I64], _write_bytes), args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), generate
 
 
 @compiled()

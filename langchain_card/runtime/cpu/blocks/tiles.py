@@ -27,9 +27,9 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 
 TILE = 16
 _FACTORS = 64
-_BITS, _FEATURES, _GROUPS, _HAS_MIN, _SIZES = (
+_BITS, _COUNTS, _GROUPS, _HAS_MIN, _SIZES = (
     np.array(column)
-    for column in zip(*((f.bits, f.features, f.group, f.has_min, f.size) for f in FORMATS), strict=True)
+    for column in zip(*((f.bits, f.features // f.group, f.group, f.has_min, f.size) for f in FORMATS), strict=True)
 )
 
 
@@ -66,7 +66,7 @@ def pack_row(form: int, row: Bytes, output: int, tile: Bytes) -> None:
     block, size, out_size, head = np.zeros(BLOCK_BYTES, np.uint8), _SIZES[form], _BLOCKS[form], _HEADS[form]
     fours, places = block.view(np.uint32), tile.view(np.uint32)
     for i in range(len(row) // size):
-        read_block(form, row, i * size, block)
+        read_block(form, row.ctypes.data + i * size, block)
         _put_head(form, block, output, tile, i * out_size)
         _put_codes(form, fours, places, (i * out_size + head) // 4 + output)
 
@@ -76,8 +76,8 @@ def _put_head(form: int, block: Bytes, output: int, tile: Bytes, at: int) -> Non
     tile[at + 2 * output], tile[at + 2 * output + 1] = block[FACTORS], block[FACTORS + 1]
     if _HAS_MIN[form]:
         tile[at + 32 + 2 * output], tile[at + 33 + 2 * output] = block[FACTORS + 2], block[FACTORS + 3]
-    if _FEATURES[form] > _GROUPS[form]:
-        groups = _FEATURES[form] // _GROUPS[form]
+    groups = _COUNTS[form]
+    if groups > 1:
         for group in range(groups):
             tile[at + 64 + TILE * group + output] = block[SCALES + group]
             if _HAS_MIN[form]:  # side by side with its neighbour's
@@ -90,7 +90,7 @@ def _put_codes(form: int, fours: Words, places: Words, at: int) -> None:
     bits, size = _BITS[form], _GROUPS[form]
     quads, high = size // 4, np.uint32(bits - 4)
     first = 0
-    for _ in range(_FEATURES[form] // size):
+    for _ in range(_COUNTS[form]):
         if bits == 8:
             for quad in range(quads):
                 places[at + TILE * quad] = fours[first + quad]
