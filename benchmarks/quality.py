@@ -78,6 +78,7 @@ def losses(model: ModelRunner, prompt: list[int], answer: list[int]) -> tuple[to
     ):
         loss.append(torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none"))
         choice.append(logits.argmax(-1))
+    model.close(cache)
     return torch.cat(loss), torch.cat(choice)
 
 
