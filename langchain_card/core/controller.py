@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.costs import ROW_COST, SIZE_DECAY, Calibration, CostModel, Mean, Probe
@@ -46,7 +47,16 @@ MIN_CHANCE = 0.002
 FIRST_TRIAL = 8
 """Requests after which the slower schedule is measured again; then twice as many, and so on."""
 
-STAY = 0.85
+TRIAL_AFTER, TRIAL_ROUNDS = 8, 4
+"""Rounds of an answer before a trial, and rounds of a trial: its price is bounded, however slow that schedule is."""
+
+HITS_WEIGHT = 10.0
+"""Tokens of a new text that the hits of all texts are worth."""
+
+ALL_DECAY = 0.998
+"""Weight of the past for the hits of all texts."""
+
+STAY = 0.95
 """Running requests change their schedule if another one is expected to take less than this share of the time."""
 
 UNLISTED_PRIOR = 0.2
@@ -79,37 +89,52 @@ class Controller:
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.first_hits = Mean(prior=0.8, weight=5, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.9, weight=5, decay=SIZE_DECAY)
-        self.trials: dict[Schedule, Probe] = {"parallel": Probe(FIRST_TRIAL), "sequential": Probe(FIRST_TRIAL)}
-        self._num_seqs_before = 0
+        self.all_hits = Mean(prior=0.9, weight=5, decay=ALL_DECAY)
+        self.trials: dict[Schedule, Probe] = {"sequential": Probe(FIRST_TRIAL), "parallel": Probe(FIRST_TRIAL)}
+        self._rounds, self._trial = 0, cast("Schedule | None", None)  # of the answer; what ran before a trial
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
     def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster.
 
-        A request that begins alone may be a trial: both schedules are measured first, and the slower one again after
-        8, 16, 32, ... requests. Several requests that begin before any measurement run `sequential`.
+        There, the first requests run `sequential`, which keeps no cores from the target. An answer that is written
+        alone is also a trial: for a few rounds it runs the other schedule, in the first answer, and then again after
+        8, 16, 32, ... answers.
         """
-        before, self._num_seqs_before = self._num_seqs_before, num_seqs
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
-        if num_seqs == 1 and current is None:
-            return self._try(positions)
-        if num_seqs == before == 1 and current is not None:
-            return current  # a trial lasts for a whole answer
+        if current is None:
+            self._begin_text()
+        if current is None or num_seqs > 1:
+            self._rounds, self._trial = 0, None
+        elif self._trial is not None and self._rounds <= TRIAL_AFTER + TRIAL_ROUNDS:
+            return current
         expected = self._expected(num_seqs, positions)
-        if not all(expected.values()):
-            return "sequential" if num_seqs > 1 or current is None else current
-        if current in expected:
-            expected[current] *= STAY
-        return min(self.trials, key=expected.__getitem__)
+        usual = self._trial or current
+        best: Schedule = "sequential" if usual is None or num_seqs > 1 else usual
+        if known := all(expected.values()):
+            if usual in expected:
+                expected[usual] *= STAY
+            best = min(self.trials, key=expected.__getitem__)
+        self._trial = None
+        if num_seqs == 1 and self._rounds == TRIAL_AFTER:
+            return self._try(best, known)
+        return best
 
-    def _try(self, positions: int) -> Schedule:
-        expected = self._expected(1, positions)
-        chosen = min(self.trials, key=lambda schedule: (not self.trials[schedule].due, expected[schedule]))
-        for schedule, trial in self.trials.items():
-            trial.seen() if schedule == chosen else trial.missed()
-        return chosen
+    def _begin_text(self) -> None:
+        """Expect of a new text what texts usually are like; the first tokens soon tell more."""
+        self.usual_hits = Mean(self.all_hits.value, HITS_WEIGHT, SIZE_DECAY)
+
+    def _try(self, best: Schedule, known: bool) -> Schedule:
+        """Return the other schedule if it is due, or was never measured; else the best."""
+        other = next(schedule for schedule in self.trials if schedule != best)
+        tried = other if self.trials[other].due or not known else best
+        for schedule, probe in self.trials.items():
+            probe.seen() if schedule in (best, tried) else probe.missed()
+        self._trial = best if tried != best else None
+        self._rounds += 1
+        return tried
 
     def _expected(self, num_seqs: int, positions: int) -> dict[Schedule, float]:
         """Return the expected time per token under both schedules, by step times of one load that both have run.
@@ -247,6 +272,7 @@ class Controller:
         self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
     ) -> None:
         """Learn the time of a pass, and the time per token."""
+        self._rounds += 1
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
         drafted = rows > requests or not costs.draft_probe.passes
@@ -289,6 +315,7 @@ class Controller:
         self.first_hits.add(first)
         self.draft_hits.add(hit)
         self.usual_hits.add(hit)
+        self.all_hits.add(hit)
 
     def costs_of(self, load: Load) -> CostModel:
         """Return the cost model of a load; loads of about the same size share one."""

@@ -22,6 +22,7 @@ from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.build import start_driver
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
+from langchain_card.engine.garbage import rare_collections
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
 from langchain_card.models.budget import check_budget, free_bytes, weight_bytes
@@ -70,7 +71,9 @@ class Engine:
             raise InvalidInputError("isolate", True, limit, "leave isolate out")
         self._begun, self._free = list[ModelSpec](), 0
         try:
-            self._open(pair or resolve(self.config, progress, None if self.config.isolate else self._begin), progress)
+            with rare_collections:
+                begin = None if self.config.isolate else self._begin
+                self._open(pair or resolve(self.config, progress, begin), progress)
         finally:
             for spec in self._begun:
                 drop_loading(spec)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import logging
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from langchain_card.config import EngineConfig
+from langchain_card.engine.garbage import rare_collections
 from langchain_card.errors import EngineClosedError
 
 if TYPE_CHECKING:
@@ -23,23 +21,6 @@ log = logging.getLogger(__name__)
 
 _to_release: queue.SimpleQueue[EngineConfig] = queue.SimpleQueue()
 """Leases that became garbage. A collection may run on any thread and under any lock; only `put` is safe there."""
-
-_MANY_OBJECTS = 100_000
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Look for garbage more rarely: imports and vocabularies make a million objects, and hardly any of them is garbage.
-
-    Collections took a quarter of the time from `CARDChatModel()` to the first token (docs/LOG.md).
-    """
-    usual = gc.get_threshold()
-    if 0 < usual[0] < _MANY_OBJECTS:  # 0 turns collections off
-        gc.set_threshold(_MANY_OBJECTS, *usual[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 class EngineLease:
@@ -72,7 +53,7 @@ class EngineLease:
                 hint = "make a new one; equal configurations share their weights"
                 raise EngineClosedError("model", self.config.model, "this model object was closed", hint)
             if self._engine is None:
-                with _rare_collections():
+                with rare_collections:
                     from langchain_card.engine.engine import acquire_engine
 
                     self._engine = acquire_engine(self.config, progress)

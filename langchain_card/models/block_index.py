@@ -93,7 +93,10 @@ class BlockWriter:
         for start in range(0, len(matrix), _CHUNK):
             part = matrix[start : start + _CHUNK]
             padded = torch.nn.functional.pad(part.float(), (0, missing))
-            self._size += self._file.write(quantize(kind, padded.contiguous().numpy()).data)
+            if not torch.isfinite(padded).all():
+                hint = f"it cannot be rounded to {self._form}; use quantization=None, or another copy of the model"
+                raise CorruptModelError("weights", name, "has numbers that are not finite", hint)
+            self._size += self._file.write(quantize(kind, padded.numpy()).data)
 
     def close(self) -> None:
         """Complete the files."""

@@ -110,5 +110,5 @@ def source_hash(folder: Path) -> str:
     """Return a hash of the code in a folder: other code makes other bits, also under the same version."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+        digest.update(f"{file.relative_to(folder)}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()

@@ -138,7 +138,9 @@ def save_tokenizer(path: Path, reader: Any, out: Path) -> None:
     added = tokenizer.added_tokens_decoder.items()
     tokens = {number: {key: getattr(token, key) for key in fields} for number, token in added}
     config = out / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "added_tokens_decoder": tokens}, indent=2) + "\n")
+    config.write_text(
+        json.dumps({**json.loads(config.read_text(encoding="utf-8")), "added_tokens_decoder": tokens}, indent=2) + "\n"
+    )
     generation = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": end_token_ids(reader),

@@ -33,7 +33,7 @@ __all__ = ["ModelStore", "Progress", "StoredModel", "default_cache"]
 
 PREFIXES = "prefixes"
 STAMP = "langchain-card.json"
-CONVERTER = 5  # raise it if the written form changes: older conversions are then replaced
+CONVERTER = 6  # raise it if the written form changes: older conversions are then replaced
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
 Form = Literal["float", "file", "int8", "int4"]

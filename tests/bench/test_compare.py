@@ -301,7 +301,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
         (["--methods", "model", "--draft-model", "ngram"], "needs a draft model"),
         (["--methods", "hf-assisted", "--draft-model", "ngram"], "needs a draft model"),
         (["--methods", "hf-assisted", "--batch", "4"], "one prompt at a time"),
-        (["--prompts", "absent.jsonl"], "own, copying, humaneval"),
+        (["--prompts", "absent.jsonl"], "own, copying, multilingual, humaneval"),
         (["--count", "0"], "--count"),
         (["--batch", "0"], "--batch"),
         (["--repeat", "0"], "--repeat"),

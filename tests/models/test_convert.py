@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from langchain_card.errors import DiskSpaceError, InvalidInputError, ModelStoreError
+from langchain_card.errors import CorruptModelError, DiskSpaceError, InvalidInputError, ModelStoreError
 from langchain_card.models.block_index import read_tensors
 from langchain_card.models.convert import FloatWriter
 from langchain_card.models.safety import inspect_folder
@@ -57,6 +57,19 @@ def test_blocks_of_a_users_folder(llama_folder: Path, tmp_path: Path, form: str,
     assert (folder / "tokenizer.json").exists()
     with pytest.raises(InvalidInputError, match="has no blocks"):
         store.prepare(str(llama_folder), "file")
+
+
+def test_weights_that_are_not_finite_are_not_rounded(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    model.model.layers[0].mlp.up_proj.weight.data[3, 4] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    with pytest.raises(CorruptModelError, match=r"layers\.0\.mlp\.up_proj\.weight.*not finite.*quantization=None"):
+        ModelStore(tmp_path / "cache").prepare(str(tmp_path / "model"), "int8")
 
 
 def half(weight: torch.Tensor) -> torch.Tensor:

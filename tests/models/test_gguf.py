@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ def test_tokenizer_and_ends_match_the_metadata(store: ModelStore) -> None:
         key = {"unk": "unknown"}.get(ours, ours)
         assert getattr(tokenizer, f"{ours}_token_id") == fields[f"tokenizer.ggml.{key}_token_id"].contents()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+def test_a_tokenizer_that_names_its_added_tokens_is_the_same(store: ModelStore, tmp_path: Path) -> None:
+    shutil.copytree(store.prepare("smollm2-135m", "file"), tmp_path / "copy")
+    config = tmp_path / "copy" / "tokenizer_config.json"
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    assert len(fields.pop("added_tokens_decoder")) == 17
+    named = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    config.write_text(json.dumps(fields))
+    read = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert named.backend_tokenizer.to_str() == read.backend_tokenizer.to_str()
+    assert named.special_tokens_map == read.special_tokens_map
+    assert {n: repr(token) for n, token in named.added_tokens_decoder.items()} == {
+        n: repr(token) for n, token in read.added_tokens_decoder.items()
+    }
 
 
 @pytest.mark.pair

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from langchain_card.runtime.cpu import row_layers
-from langchain_card.runtime.cpu.blocks.formats import FORMATS, Format
+from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0, Q4_K, Q8_0, Format, dequantize
 from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.blocks.packing import MatrixPart, StoredRows, pack
+from langchain_card.runtime.cpu.blocks.rounding import quantize
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.threads import use_threads
 
@@ -43,12 +44,16 @@ def product(x: Any, weights: Weights, threads: int = 1) -> Any:
 
 
 def digest() -> str:
-    """A digest of the bits of products in every format."""
+    """A digest of the bits of weights, of rounded weights and of products in every format."""
     import hashlib
 
     found = hashlib.sha256()
     for form in FORMATS:
-        weights = matrix((form.number, blocks(form, 40)))
+        rows = blocks(form, 40)
+        weights, numbers = matrix((form.number, rows)), dequantize(form.number, rows)
+        found.update(numbers.tobytes())
         x = np.random.default_rng(5).standard_normal((11, features_of(form))).astype(np.float32)
         found.update(product(x, weights).tobytes())
+        for number in (Q8_0, Q4_0, Q4_K) if form.features == 256 else (Q8_0, Q4_0):
+            found.update(quantize(number, numbers).tobytes())
     return found.hexdigest()

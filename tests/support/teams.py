@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
-from langchain_card.runtime.cpu.compiled import Array, Numbers, compiled
+from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled
 from langchain_card.runtime.cpu.team import Team, cores, together
+from langchain_card.runtime.cpu.vectors import I64, intrinsic
 from langchain_card.runtime.threads import use_threads
 
 ROUNDS = 300
@@ -39,6 +41,37 @@ _fails = together(_fail)
 @compiled()
 def _fail_once(failing: int, team: Team) -> None:
     _fails(team, (failing,))
+
+
+class _Pair(NamedTuple):
+    left: Array
+    right: Array
+
+
+@intrinsic
+def _counter(context: Any, array: Any) -> Any:
+    """The address of the counter of an array's users; 0 if they are not counted."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        own = context.make_array(signature.args[0])(context, b, args[0])
+        return b.ptrtoint(own.meminfo, I64)
+
+    return types.int64(array), generate
+
+
+@compiled()
+def _slice(pair: _Pair, out: Numbers, counted: Slots, thread: int, threads: int) -> None:
+    counted[thread] = _counter(pair.left) | _counter(pair.right[thread:])
+    out[thread] = pair.left[thread:].sum() + pair.right[: thread + 1].sum()
+
+
+_slices = together(_slice)
+
+
+@compiled()
+def slice_often(rounds: int, out: Numbers, counted: Slots, team: Team) -> None:
+    for i in range(rounds):  # arrays that live for one call
+        _slices(team, (_Pair(np.full(4, np.float32(i)), np.full(4, np.float32(2 * i))), out, counted))
 
 
 def fail(threads: int, failing: int) -> None:

@@ -116,6 +116,33 @@ def test_rounding_to_blocks_is_as_near_as_their_levels_allow(number: int, bound:
     assert (errors <= (bound + 1e-3) * top).all() and errors.max() > 0.5 * bound * top.min()
 
 
+def simply_rounded(number: int, weights: Any) -> Any:
+    """Weights after rounding to `Q8_0` or `Q4_0`, by numpy."""
+    groups = weights.reshape(-1, 32)
+    largest = np.where(groups.max(1) > -groups.min(1), groups.max(1), groups.min(1))
+    factor = np.abs(largest) / np.float32(127) if number == formats.Q8_0 else largest / np.float32(-8)
+    factor = factor.astype(np.float16).astype(np.float32)[:, None]
+    low, high = (-128, 127) if number == formats.Q8_0 else (-8, 7)
+    codes = np.rint(groups * np.divide(1, factor, out=np.zeros_like(factor), where=factor != 0)).clip(low, high)
+    return (codes * factor).reshape(weights.shape)
+
+
+@pytest.mark.parametrize("number", [formats.Q8_0, formats.Q4_0])
+def test_rounding_is_that_of_numpy_also_at_its_ends(number: int) -> None:
+    rng = np.random.default_rng(7)
+    weights = rng.standard_normal((40, 96)).astype(np.float32)
+    weights[0] = np.tile(np.arange(-16, 16) / 2, 3)  # halves lie between two codes
+    weights[1, :32], weights[1, 32:64], weights[1, 64:] = 0.0, -0.0, 1e-30
+    weights[2, 5], weights[2, 9], weights[3, 9], weights[3, 5] = 4.0, -4.0, 4.0, -4.0  # two of one magnitude
+    weights[4] = rng.uniform(1, 1.49, 96) * 127 * 2.0**-24  # the factor is the smallest that there is
+    weights[5] = rng.uniform(-1.49, 1.49, 96) * 8 * 2.0**-24
+    weights[6] *= 1e4
+    expected = simply_rounded(number, weights)
+    assert np.array_equal(formats.dequantize(number, quantize(number, weights)), expected)
+    turned = np.asfortranarray(weights)
+    assert np.array_equal(formats.dequantize(number, np.asfortranarray(quantize(number, turned))), expected)
+
+
 def test_k_blocks_lose_less_than_the_simple_ones_and_the_packages_reader_agrees() -> None:
     rng = np.random.default_rng(6)
     weights = (rng.standard_normal((64, 512)) * rng.uniform(0.1, 3, (64, 1)) + 0.3).astype(np.float32)

@@ -15,12 +15,22 @@ import pytest
 
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.threads import use_threads
-from tests.support.teams import expected, fail, results
+from tests.support.teams import expected, fail, results, slice_often
 
 
 def test_each_thread_gets_its_share_each_time() -> None:
     for threads in (1, 2, 5, 3):
         assert np.array_equal(results(threads), expected(threads))
+
+
+def test_threads_do_not_count_the_users_of_their_callers_arrays() -> None:
+    """Also in a nested tuple, of arrays that are freed after a call."""
+    out, counted = np.zeros(3), np.ones(3, np.int64)
+    use_threads(3)
+    with cores() as team:
+        slice_often(200, out, counted, team)
+    assert np.array_equal(out, [199 * (4 - n + 2 * (n + 1)) for n in range(3)])
+    assert not counted.any()
 
 
 def test_several_callers_have_teams_of_their_own() -> None:

@@ -84,9 +84,10 @@ def read_block(form: int, address: int, block: Bytes) -> None:
 
     Args:
         form: number of the format.
-        address: of the block. Indices that are known not to be negative let loops run in vectors.
+        address: of the block's bytes.
         block: [BLOCK_BYTES], output. A tuple of arrays would cost as much time as a small block.
     """
+    # Indices from here, which are known not to be negative, let loops run in vectors.
     row = bytes_at(address, _SIZES[form])
     factor = 208 if form == Q6_K else 0
     block[FACTORS], block[FACTORS + 1] = row[factor], row[factor + 1]
@@ -131,15 +132,17 @@ def read_block(form: int, address: int, block: Bytes) -> None:
 @compiled()
 def dequantize(form: int, rows: Bytes) -> Array:
     """Return the weights of blocks [outputs, bytes] as float32 [outputs, features]."""
+    rows = np.ascontiguousarray(rows)
     size, count, group = _SIZES[form], _FEATURES[form], _GROUPS[form]
     offset, has_min, whole = np.float32(_OFFSETS[form]), _HAS_MIN[form], _FEATURES[form] > _GROUPS[form]
     blocks, groups, parts = rows.shape[1] // size, count // group, group // LANES
     block = np.zeros(BLOCK_BYTES, np.uint8)
     halves = block.view(np.uint16)[FACTORS // 2 :]
     out = np.empty((len(rows), blocks * count), np.float32)
-    codes, floats = block.ctypes.data, out.ctypes.data
+    # As addresses are, without a sign, numba would add them as floats.
+    codes, floats = np.int64(block.ctypes.data), np.int64(out.ctypes.data)
     for n in range(len(rows)):
-        row = rows[n].ctypes.data
+        row = np.int64(rows[n].ctypes.data)
         for i in range(blocks):
             read_block(form, row + i * size, block)
             factor, least = half(halves[0]), half(halves[1]) if has_min else np.float32(0.0)

@@ -39,11 +39,12 @@ def quantize(form: int, weights: Array) -> Bytes:
 
     Args:
         form: `Q8_0`, `Q4_0`, or `Q4_K`, which loses less than `Q4_0` (docs/LOG.md) and takes ten times as long.
-        weights: float32 [outputs, features]; features are whole blocks.
+        weights: float32 [outputs, features], all finite; features are whole blocks.
 
     Returns:
         Blocks [outputs, bytes].
     """
+    weights = np.ascontiguousarray(weights)
     outputs, features = weights.shape
     size, blocks = _SIZES[form], features // _FEATURES[form]
     rows = np.empty((outputs, blocks * size), np.uint8)

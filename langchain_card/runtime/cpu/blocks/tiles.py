@@ -66,7 +66,7 @@ def pack_row(form: int, row: Bytes, output: int, tile: Bytes) -> None:
     block, size, out_size, head = np.zeros(BLOCK_BYTES, np.uint8), _SIZES[form], _BLOCKS[form], _HEADS[form]
     fours, places = block.view(np.uint32), tile.view(np.uint32)
     for i in range(len(row) // size):
-        read_block(form, row.ctypes.data + i * size, block)
+        read_block(form, np.int64(row.ctypes.data) + i * size, block)
         _put_head(form, block, output, tile, i * out_size)
         _put_codes(form, fours, places, (i * out_size + head) // 4 + output)
 
