@@ -1,9 +1,17 @@
-"""Thread time of a round besides the two forward passes: `python benchmarks/rounds.py` (some minutes).
+"""What a round costs besides its steps.
 
-Recorded text is replayed through the real coordinator and the real draft tree. The draft expands as many nodes as it
-may, however unlikely. Three runs do the same, and the fastest time of each operation counts, because hosts are noisy.
+    python benchmarks/rounds.py (some minutes)
+    python benchmarks/rounds.py --pair SET [--count N] (a minute)
+
+The first prints the thread time of a round besides the two forward passes. Recorded text is replayed through the real
+coordinator and the real draft tree. The draft expands as many nodes as it may, however unlikely. Three runs do the
+same, and the fastest time of each operation counts, because hosts are noisy.
+
+The second prints the time of a round of the built-in pair beside that of its steps, under `plain` and `sequential`. A
+round goes from one verdict to the next; those in which a text was read are left out.
 """
 
+import argparse
 import contextlib
 import gc
 import sys
@@ -102,7 +110,67 @@ def logits_to_ids(rows, params):
     return 1e3 * min(meter[""])
 
 
+def pair_rounds(prompts, schedule, engine, events):
+    """Return rounds, rows and draft steps a round, and milliseconds of a round, its pass and its draft steps."""
+    count = rows = steps = 0
+    seconds = passes = drafts = 0.0
+    for prompt in prompts:
+        events.clear()
+        engine.submit(prompt, SamplingParams(max_tokens=96, schedule=schedule)).result()
+        own, last = [], None
+        for event in events:
+            if isinstance(event, m.Proposed):
+                own.append(event.proposal)
+                continue
+            reads = event.verdict.read or any(proposal.read for proposal in own)
+            if last is not None and not reads:
+                steps += sum(bool(proposal.forwarded) for proposal in own)
+                drafts += sum(proposal.elapsed for proposal in own)
+                count, rows = count + 1, rows + len(event.verdict.target_ids)
+                seconds, passes = seconds + event.now - last, passes + event.verdict.elapsed
+            own, last = [], event.now
+    return count, rows / count, steps / count, *(1e3 * total / count for total in (seconds, passes, drafts))
+
+
+def measure_pair(name, count):
+    """Print the table of the built-in pair."""
+    from langchain_card.bench import prompts
+    from langchain_card.engine.engine import Engine
+
+    events = []
+
+    def note(event, effects):
+        if isinstance(event, m.Verified) or (isinstance(event, m.Proposed) and event.proposal.source == "model"):
+            events.append(event)
+
+    titles = (
+        "schedule",
+        "rounds",
+        "rows",
+        "draft steps",
+        "a round, ms",
+        "its pass",
+        "its draft steps",
+        "round / steps",
+    )
+    print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
+    with Engine(observe=note) as engine:
+        texts = [prompts.user_prompt(engine, text) for text in prompts.find(name, count)]
+        pair_rounds(texts[:1], "sequential", engine, events)  # kernels are loaded, speeds learned
+        for schedule in ("plain", "sequential"):
+            rounds, rows, steps, whole, one, drafts = pair_rounds(texts, schedule, engine, events)
+            row = (rounds, f"{rows:.1f}", f"{steps:.1f}", *(f"{ms:.1f}" for ms in (whole, one, drafts)))
+            print(f"| {schedule} | " + " | ".join(map(str, row)) + f" | {whole / (one + drafts):.3f} |", flush=True)
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", metavar="SET", help="measure the built-in pair on prompts of this set or file")
+    parser.add_argument("--count", type=int, default=6, help="prompts (6)")
+    args = parser.parse_args()
+    if args.pair:
+        measure_pair(args.pair, args.count)
+        sys.exit()
     titles = ("limits", "nodes", "rows", *(f"{part}, a {of}" for part, of in PARTS.items()), "together, ms")
     print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
     for name, n in product(LIMITS, (8, 16, 64)):

@@ -189,7 +189,7 @@ class Trial:
     Attributes:
         measured: tokens per second, by schedule.
         expected: seconds per token that the controller predicts, by schedule, including `plain`.
-        hits: share of tokens that the draft model had proposed, of those it had tried; None without a draft model.
+        hits: how often the draft model's first guess is right; None without a draft model.
         chosen: schedule that `auto` now chooses for one request.
         shared: True if draft and target share a device.
     """
@@ -229,7 +229,7 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     expected = {schedule: policy.seconds_a_token(Load(schedule)) for schedule in tried[1:]}
     expected["plain"] = policy.costs_of(Load("plain")).target.at(1)
     chosen = policy.auto(1, None)
-    hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone leave it at its initial value
+    hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone teach it nothing
     return Trial(measured, expected, hits, chosen, policy.shared_device)
 
 
@@ -247,7 +247,7 @@ def about_schedule(trial: Trial) -> Iterator[str]:
     )
     if trial.hits is None:
         return  # there is nothing to choose
-    yield f"The draft had guessed {trial.hits:.0%} of the tokens where it had looked."
+    yield f"The first guess of the draft was right for {trial.hits:.0%} of the tokens."
     expected = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in trial.expected.items() if seconds)
     where = "Draft and target share one device" if trial.shared else "Draft and target have a device each"
     yield f"{where}. By step times and hits a token costs: {expected}."

@@ -89,7 +89,7 @@ def _plan(config: EngineConfig) -> str:
     stored = {model.name: model.state for model in ModelStore().list()}
     absent = [name for name in (config.model, config.draft_model) if name and stored.get(name) == "absent"]
     size = sum(BUILTINS[name].size for name in absent) / 1e9
-    first = f"First, {size:.1f} GB are downloaded and converted: several minutes, once. " if absent else ""
+    first = f"First, {size:.1f} GB are downloaded: several minutes, once. " if absent else ""
     promise = lossy_note(config.acceptance) if config.lossy else "every word is the target's own"
     return (
         f"The draft guesses ahead, the target checks its guesses, and {promise}. "

@@ -47,7 +47,7 @@ MIN_CHANCE = 0.002
 FIRST_TRIAL = 8
 """Requests after which the slower schedule is measured again; then twice as many, and so on."""
 
-TRIAL_AFTER, TRIAL_ROUNDS = 8, 4
+TRIAL_AFTER, TRIAL_ROUNDS = 12, 4
 """Rounds of an answer before a trial, and rounds of a trial: its price is bounded, however slow that schedule is."""
 
 HITS_WEIGHT = 10.0
@@ -87,9 +87,8 @@ class Controller:
         self.answers = Mean(prior=ANSWER_PRIOR, weight=2)
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
-        self.first_hits = Mean(prior=0.8, weight=5, decay=SIZE_DECAY)
-        self.usual_hits = Mean(prior=0.9, weight=5, decay=SIZE_DECAY)
-        self.all_hits = Mean(prior=0.9, weight=5, decay=ALL_DECAY)
+        self.first_hits = Mean(prior=0.8, weight=5, decay=SIZE_DECAY)  # of the text
+        self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)  # of all texts
         self.trials: dict[Schedule, Probe] = {"sequential": Probe(FIRST_TRIAL), "parallel": Probe(FIRST_TRIAL)}
         self._rounds, self._trial = 0, cast("Schedule | None", None)  # of the answer; what ran before a trial
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
@@ -124,7 +123,7 @@ class Controller:
 
     def _begin_text(self) -> None:
         """Expect of a new text what texts usually are like; the first tokens soon tell more."""
-        self.usual_hits = Mean(self.all_hits.value, HITS_WEIGHT, SIZE_DECAY)
+        self.first_hits = Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY)
 
     def _try(self, best: Schedule, known: bool) -> Schedule:
         """Return the other schedule if it is due, or was never measured; else the best."""
@@ -161,11 +160,11 @@ class Controller:
     def _modelled(self, load: Load, costs: CostModel) -> float:
         """Return the time per token that step times and hits alone let expect; 0 before they were measured.
 
-        A pass verifies a chain of `lead` candidates, each right as often as drafts usually are. Drafting it takes time
-        of its own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A draft whose
-        reading does not pay drafts nothing: the target decodes alone.
+        A pass verifies a chain of `lead` candidates, each right as often as the draft's first guess is. Drafting it
+        takes time of its own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A
+        draft whose reading does not pay drafts nothing: the target decodes alone.
         """
-        (schedule, num_seqs, _), right = load, min(self.usual_hits.value, 0.99)
+        (schedule, num_seqs, _), right = load, min(self.first_hits.value, 0.99)
         if not costs.comparable:
             return 0.0
         if not (step := costs.draft.at(num_seqs)):
@@ -314,8 +313,7 @@ class Controller:
         """Learn how often the cache is right."""
         self.first_hits.add(first)
         self.draft_hits.add(hit)
-        self.usual_hits.add(hit)
-        self.all_hits.add(hit)
+        self.usual_hits.add(first)
 
     def costs_of(self, load: Load) -> CostModel:
         """Return the cost model of a load; loads of about the same size share one."""

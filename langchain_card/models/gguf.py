@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from langchain_card.errors import CorruptModelError, ModelStoreError
-from langchain_card.models.headers import check_gguf
+from langchain_card.models.headers import weights_by_type
 
 # Texts of tokens that end an answer even if the metadata does not list them (as in llama.cpp).
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
@@ -35,9 +35,27 @@ def open_gguf(path: Path) -> Any:
     """
     from gguf import GGUFReader
 
-    try:
-        check_gguf(path)
+    with _whole(path):
+        weights_by_type(path)  # the reader trusts what the file states, and takes seconds
         return GGUFReader(path)
+
+
+def is_in_blocks(path: Path) -> bool:
+    """Return whether a file's tensors all are numbers or blocks with a kernel, and blocks for the most part.
+
+    Raises:
+        CorruptModelError, UnsafeModelError: see `open_gguf`.
+    """
+    with _whole(path):
+        weights = weights_by_type(path)
+    return weights.keys() <= {*BLOCKS, *FLOATS} and 2 * sum(weights[kind] for kind in BLOCKS) > weights.total()
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Raise a `CorruptModelError` for an error of reading a file."""
+    try:
+        yield
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError, struct.error) as error:
         reason = f"not a whole GGUF file ({type(error).__name__}: {str(error)[:200]})"
         raise CorruptModelError("GGUF file", str(path), reason, "download the file again") from error
@@ -228,14 +246,6 @@ def blocks_and_numbers(reader: Any, model: Any) -> Iterator[tuple[str, Any]]:
                 continue
         name, weights = named.translate(tensor, _numbers(tensor))
         yield name, weights.astype(np.float16)
-
-
-def is_in_blocks(reader: Any) -> bool:
-    """Return whether a file's tensors all are numbers or blocks with a kernel, and blocks for the most part."""
-    sizes = Counter[str]()
-    for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
-    return sizes.keys() <= {*BLOCKS, *FLOATS} and 2 * sum(sizes[kind] for kind in BLOCKS) > sizes.total()
 
 
 class _Names:

@@ -6,9 +6,12 @@ trusts the counts of arrays; transformers builds as many layers as a file states
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_
 
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 _STRING, _ARRAY = 8, 9
+_MAX_DIMENSIONS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DIMENSIONS = {
     "block_count": "num_hidden_layers",
@@ -102,46 +106,86 @@ def _of_config(path: Path | None) -> Any:
     )
 
 
-def check_gguf(path: Path) -> None:
-    """Raise unless a GGUF file's metadata lies in it and its dimensions are plausible.
+def weights_by_type(path: Path) -> Counter[str]:
+    """Return the number of weights of each type in a GGUF file, all of whose tensors lie in it.
 
     Raises:
         ValueError, KeyError, struct.error: it is no whole GGUF file.
         UnsafeModelError: a dimension is out of bounds.
     """
-    for key, value in _fields(path):
-        dimension = _DIMENSIONS.get(key.partition(".")[2])
-        if dimension is not None:
-            _check(key, value, BOUNDS[dimension])
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    weights = Counter[str]()
+    with _opened(path) as head:
+        alignment = 32
+        for key, value in head.fields():
+            dimension = _DIMENSIONS.get(key.partition(".")[2])
+            if dimension is not None:
+                _check(key, value, BOUNDS[dimension])
+            if key == "general.alignment":
+                alignment = value
+                _check(key, alignment, 1 << 20)
+        tensors = [*head.tensors()]
+        begin = -(-head.at // alignment) * alignment
+        for name, shape, kind, offset in tensors:
+            count, (features, size) = math.prod(shape), GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            if count % features:
+                raise ValueError(f"tensor {name} has {count:,} weights, which are no whole blocks of {features}")
+            end = begin + offset + count // features * size
+            if end > head.size:
+                raise ValueError(f"tensor {name} ends at byte {end:,} of {head.size:,}")
+            weights[GGMLQuantizationType(kind).name] += count
+    return weights
 
 
 def _of_gguf(path: Path) -> Any:
     """Return the value of `<architecture>.context_length`, which stands near the beginning of the file."""
-    return next((value for key, value in _fields(path) if key.endswith(".context_length")), None)
+    with _opened(path) as head:
+        return next((value for key, value in head.fields() if key.endswith(".context_length")), None)
 
 
-def _fields(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of a GGUF file's metadata; None for arrays of strings."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[_Head]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        head = _Head(data)
-        magic, version = head.number("4s"), head.number("I")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"begins with {magic!r}, version {version}, where a little-endian GGUF has 2 or 3")
-        _, count = head.number("Q"), head.number("Q")
-        for _ in range(count):
-            yield head.text().decode(errors="replace"), head.value(head.number("I"))
+        yield _Head(data)
 
 
 class _Head:
-    """A reader of metadata from the beginning of a file."""
+    """A reader of the beginning of a GGUF file: first all `fields`, then all `tensors`.
+
+    Attributes:
+        at: the next byte.
+        size: bytes of the file.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, 0
+        self._data, self.at, self.size = data, 0, len(data)
+        magic, version = self.number("4s"), self.number("I")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"begins with {magic!r}, version {version}, where a little-endian GGUF has 2 or 3")
+        self._num_tensors, self._num_fields = self.number("Q"), self.number("Q")
+
+    def fields(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and values of the metadata; None for arrays of strings."""
+        for _ in range(self._num_fields):
+            yield self.text().decode(errors="replace"), self.value(self.number("I"))
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Yield name, shape, type and first byte of each tensor."""
+        for _ in range(self._num_tensors):
+            name = self.text().decode(errors="replace")
+            shape = tuple(self.number("Q") for _ in range(self._small(self.number("I"))))
+            yield name, shape, self.number("I"), self.number("Q")
+
+    def _small(self, dimensions: int) -> int:
+        if dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"has a tensor of {dimensions:,} dimensions, where {_MAX_DIMENSIONS} are possible")
+        return dimensions
 
     def number(self, form: str) -> Any:
         """Read a value of one of struct's forms."""
-        (found,) = struct.unpack_from(f"<{form}", self._data, self._at)
-        self._at += struct.calcsize(f"<{form}")
+        (found,) = struct.unpack_from(f"<{form}", self._data, self.at)
+        self.at += struct.calcsize(f"<{form}")
         return found
 
     def text(self) -> bytes:
@@ -165,10 +209,10 @@ class _Head:
         return [found for (found,) in struct.iter_unpack(f"<{_SCALARS[of]}", self._take(count * size))]
 
     def _take(self, size: int) -> bytes:
-        if size > len(self._data) - self._at:
-            raise ValueError(f"ends before {size:,} bytes of metadata")
-        self._at += size
-        return self._data[self._at - size : self._at]
+        if size > self.size - self.at:
+            raise ValueError(f"states {size:,} bytes of metadata at byte {self.at:,} of {self.size:,}")
+        self.at += size
+        return self._data[self.at - size : self.at]
 
 
 def _check(key: str, value: Any, bound: int) -> None:

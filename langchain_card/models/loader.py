@@ -305,8 +305,11 @@ def device_map(spec: ModelSpec) -> dict[str, torch.device]:
 
 def _load_float(spec: ModelSpec) -> Any:
     from transformers import AutoModelForCausalLM  # more than a second
+    from transformers.utils import logging
 
     register()
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # progress is reported by this package
     quantizer = find_quantizer(read_config(spec.folder), spec.quantization, spec.device)
     passed = {"quantization_config": quantizer.quantization_config} if quantizer and not quantizer.pre_quantized else {}
     try:
@@ -323,6 +326,9 @@ def _load_float(spec: ModelSpec) -> Any:
         )
     except torch.OutOfMemoryError as error:
         raise DeviceError("device", str(spec.device), f"{spec.name} does not fit", "use a smaller model") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _load_blocks(spec: ModelSpec, fused: bool, whole_head: bool) -> Any:

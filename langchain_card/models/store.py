@@ -198,7 +198,7 @@ class ModelStore:
 
         home = self.cache / "converted" / file_state(source)
         ready = {form: _stamp(home / form).get("converter") == CONVERTER for form in FORMS}
-        return ready["file"] or (not ready["int8"] and gguf.is_in_blocks(gguf.open_gguf(source)))
+        return ready["file"] or (not ready["int8"] and gguf.is_in_blocks(source))
 
     def tokenizer_source(self, name: str) -> Path:
         """Return the folder or GGUF file with a model's tokenizer; download the model only if nothing of it is here.
@@ -256,7 +256,9 @@ def _local(name: str) -> Path | None:
         return path.resolve()
     if path.is_file():
         raise UnknownModelError("model", name, "a model file must end in .gguf", "give the folder of safetensors files")
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+    if name.endswith(".gguf"):
+        raise UnknownModelError("model", name, "there is no such file", "give the path of a .gguf file")
+    if _HUB_ID.fullmatch(name):
         return None
     near = difflib.get_close_matches(name, BUILTINS, n=3, cutoff=0.4) or list(BUILTINS)
     limit = "neither a built-in name, a folder, a .gguf file nor a hub id (owner/name)"

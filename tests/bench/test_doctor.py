@@ -123,7 +123,7 @@ def test_without_a_draft_model(pair: list[str], capsys: pytest.CaptureFixture[st
     assert main(["doctor", *pair[:2], "--draft-model", "ngram", "--dtype", "float64"]) == 0
     said = capsys.readouterr().out
     assert "The draft" not in said.split("Schedule")[0] and "small model of the same family" in said
-    assert "The draft had guessed" not in said and "predicted" not in said, "nobody measured that"
+    assert "The first guess" not in said and "predicted" not in said, "nobody measured that"
 
 
 def test_without_any_draft(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:

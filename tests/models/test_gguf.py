@@ -158,6 +158,13 @@ def field(key: str, kind: int, value: bytes) -> bytes:
     return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
 
 
+def with_tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    """The head of a GGUF file with a tensor that has no bytes."""
+    tensor = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", len(shape))
+    tensor += struct.pack(f"<{len(shape)}Q", *shape) + struct.pack("<IQ", kind, offset)
+    return b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + tensor
+
+
 ENDLESS = struct.pack("<IQ", 0, 1 << 40)
 DEEP = struct.pack("<IQ", 9, 1) * 3000
 
@@ -165,13 +172,17 @@ DEEP = struct.pack("<IQ", 9, 1) * 3000
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (head(field("a.list", 9, ENDLESS)), "ends before 1,099,511,627,776 bytes"),
+        (head(field("a.list", 9, ENDLESS)), "states 1,099,511,627,776 bytes of metadata at byte"),
         (head(field("a.names", 9, struct.pack("<IQ", 8, 1 << 40))), "not a whole GGUF file"),
-        (head(field("a.text", 8, struct.pack("<Q", 1 << 62))), "ends before"),
+        (head(field("a.text", 8, struct.pack("<Q", 1 << 62))), "states 4,611"),
         (head(field("a.deep", 9, DEEP)), "arrays of arrays"),
         (head(field("a.what", 99, b"")), "not a whole GGUF file"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian"),
         (b"", "not a whole GGUF file"),
+        (with_tensor("w", (64, 2), 0, 0), "tensor w ends at byte 608 of 65"),
+        (with_tensor("w", (33, 1), 2, 0), "33 weights, which are no whole blocks of 32"),
+        (with_tensor("w", (64, 2), 99, 0), "99 is not a valid"),
+        (with_tensor("w", (1,) * 9, 0, 0), "9 dimensions, where 4"),
     ],
 )
 def test_a_hostile_head_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
