@@ -44,7 +44,7 @@ class Policy(Protocol):
     """Decides what the coordinator cannot know without measurements, and learns from every pass and draft step."""
 
     def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
-        """Choose the schedule that "auto" stands for. Called once before each round; calls may be counted.
+        """Choose the schedule that "auto" stands for. Called at least once before each round.
 
         Args:
             num_seqs: requests that run.

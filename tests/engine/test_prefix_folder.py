@@ -24,7 +24,8 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import prefix_folder
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS, _source_hash, dependencies
+from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS, dependencies
+from langchain_card.models.files import source_hash
 from langchain_card.models.loader import resolve
 from langchain_card.models.store import default_cache
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
@@ -200,12 +201,15 @@ def test_a_failure_of_cuda_loses_the_text_and_nothing_else(
 def test_texts_depend_on_the_code_and_its_compiler(target: str, tmp_path: Path) -> None:
     config, source = folder_config(target), Path(runtime.__path__[0])
     shutil.copytree(source, tmp_path / "code", copy_function=shutil.copyfile)
-    assert _source_hash(tmp_path / "code") == _source_hash(source), "times do not matter"
+    assert source_hash(tmp_path / "code") == source_hash(source), "times do not matter"
     kernel = tmp_path / "code" / "cpu" / "block_attention.py"
     kernel.write_text(kernel.read_text() + "\n")
-    assert _source_hash(tmp_path / "code") != _source_hash(source)
+    changed = source_hash(tmp_path / "code")
+    assert changed != source_hash(source)
+    kernel.rename(kernel.with_name("block_attentions.py"))
+    assert source_hash(tmp_path / "code") != changed, "names matter"
     described = dependencies(resolve(config, None).target, config)
-    for part in (_source_hash(source), importlib.metadata.version("numba"), importlib.metadata.version("llvmlite")):
+    for part in (source_hash(source), importlib.metadata.version("numba"), importlib.metadata.version("llvmlite")):
         assert part in described
 
 

@@ -32,7 +32,6 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stderr
     setup = json.loads(sys.stdin.readline())
-    use_threads(num_cores())
     try:
         generate, device = _make(setup)
     except Exception as error:
@@ -63,6 +62,7 @@ def _make(setup: dict[str, Any]) -> tuple[_Generate, torch.device]:
     if kind.weights == "float32":
         config = replace(config, quantization=None, dtype="float32")
     pair = resolve(config)
+    use_threads(num_cores(), in_torch=pair.target.form == "float")
     if setup["ignore_end"]:
         pair = replace(pair, eos_ids=())
     makers = {"flashspec": _flashspec, "openvino": _openvino, "openvino-lookup": _openvino}
