@@ -83,7 +83,7 @@ def drafted(drafter: NgramDrafter, answers: Sequence[Answer], costs: CostModel) 
             for parent, token, score in zip(proposal.parents, proposal.token_ids, proposal.scores, strict=True):
                 nodes.append(tree.insert(nodes[parent], token, score, "ngram"))
             candidates, chances = tree.best_subtree(WINDOW - 1)
-            width = costs.widths([chances])[0]
+            width = costs.widths([chances], [costs.per_token.value])[0]
             chosen, node, new = {*candidates[:width]}, tree.root, []
             for token in token_ids[done:]:
                 new.append(token)

@@ -22,7 +22,7 @@ from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import num_cores, use_threads
 
-CONTEXT, WIDTHS, RUNS = 200, (1, 2, 4, 8, 16), 20
+CONTEXT, WIDTHS, RUNS = 200, (1, 2, 4, 5, 8, 9, 12, 16), 20
 
 
 def stepper(model, width: int) -> Callable[[], object]:

@@ -10,7 +10,7 @@ from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import Trace
 from langchain_card.bench.step_times import Device
 from langchain_card.core.controller import Controller
-from langchain_card.core.policy import Load
+from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.request import Request, SamplingParams
 from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
@@ -55,10 +55,16 @@ class RecordingController(Controller):
         self.tokens, self._now = 1, 0.0
 
     def observe_pass(
-        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+        self,
+        load: Load,
+        texts: Sequence[TextStats],
+        rows: int,
+        tokens: int,
+        elapsed: float,
+        since_last: float | None,
     ) -> None:
         """Learn from a pass and record it."""
-        super().observe_pass(load, requests, rows, tokens, elapsed, since_last)
+        super().observe_pass(load, texts, rows, tokens, elapsed, since_last)
         if since_last is not None:
             costs = self.costs_of(load)
             self.tokens, self._now = self.tokens + tokens, self._now + since_last

@@ -228,7 +228,7 @@ def try_out(engine: Engine, texts: Sequence[str], max_tokens: int) -> Trial:
     measured = {schedule: _speed(of_schedule) for schedule, of_schedule in stats.items()}
     expected = {schedule: policy.seconds_a_token(Load(schedule)) for schedule in tried[1:]}
     expected["plain"] = policy.costs_of(Load("plain")).target.at(1)
-    chosen = policy.auto(1, None)
+    chosen = policy.auto([policy.new_text()], None)
     hits = policy.usual_hits.value if engine.config.has_draft else None  # n-grams alone teach it nothing
     return Trial(measured, expected, hits, chosen, policy.shared_device)
 

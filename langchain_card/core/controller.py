@@ -7,6 +7,7 @@ Its currency is the engine's own time per token: a step or a row that takes `t` 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import cast
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.costs import ROW_COST, SIZE_DECAY, Calibration, CostModel, Mean, Probe
 from langchain_card.core.frontier import Frontier
-from langchain_card.core.policy import DraftGrant, Load
+from langchain_card.core.policy import DraftGrant, Load, TextStats
 
 ANSWER_PRIOR = 128.0
 """Tokens of an answer, before any was measured."""
@@ -53,6 +54,12 @@ TRIAL_AFTER, TRIAL_ROUNDS = 12, 4
 HITS_WEIGHT = 10.0
 """Tokens of a new text that the hits of all texts are worth."""
 
+PACE_WEIGHT = 4.0
+"""Passes of a new text that one token a pass is worth."""
+
+MAX_HITS = 0.99
+"""A draft's first guess is expected to be right at most so often."""
+
 ALL_DECAY = 0.998
 """Weight of the past for the hits of all texts."""
 
@@ -87,14 +94,17 @@ class Controller:
         self.answers = Mean(prior=ANSWER_PRIOR, weight=2)
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
-        self.first_hits = Mean(prior=0.8, weight=5, decay=SIZE_DECAY)  # of the text
-        self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)  # of all texts
+        self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)
         self.trials: dict[Schedule, Probe] = {"sequential": Probe(FIRST_TRIAL), "parallel": Probe(FIRST_TRIAL)}
         self._rounds, self._trial = 0, cast("Schedule | None", None)  # of the answer; what ran before a trial
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
-    def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
+    def new_text(self) -> TextStats:
+        """Expect of a new text what texts usually are like; the first tokens soon tell more."""
+        return TextStats(Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY), Mean(1.0, PACE_WEIGHT))
+
+    def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster.
 
         There, the first requests run `sequential`, which keeps no cores from the target. An answer that is written
@@ -103,13 +113,12 @@ class Controller:
         """
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
-        if current is None:
-            self._begin_text()
+        num_seqs = len(texts)
         if current is None or num_seqs > 1:
             self._rounds, self._trial = 0, None
         elif self._trial is not None and self._rounds <= TRIAL_AFTER + TRIAL_ROUNDS:
             return current
-        expected = self._expected(num_seqs, positions)
+        expected = self._expected(texts, positions)
         usual = self._trial or current
         best: Schedule = "sequential" if usual is None or num_seqs > 1 else usual
         if known := all(expected.values()):
@@ -121,10 +130,6 @@ class Controller:
             return self._try(best, known)
         return best
 
-    def _begin_text(self) -> None:
-        """Expect of a new text what texts usually are like; the first tokens soon tell more."""
-        self.first_hits = Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY)
-
     def _try(self, best: Schedule, known: bool) -> Schedule:
         """Return the other schedule if it is due, or was never measured; else the best."""
         other = next(schedule for schedule in self.trials if schedule != best)
@@ -135,49 +140,65 @@ class Controller:
         self._rounds += 1
         return tried
 
-    def _expected(self, num_seqs: int, positions: int) -> dict[Schedule, float]:
+    def _expected(self, texts: Sequence[TextStats], positions: int) -> dict[Schedule, float]:
         """Return the expected time per token under both schedules, by step times of one load that both have run.
 
         The step times of a short text under one schedule say nothing about those of a long text under the other.
         """
-        loads = [Load(schedule, num_seqs, positions) for schedule in self.trials]
+        loads = [Load(schedule, len(texts), positions) for schedule in self.trials]
         comparable = [key for key, costs in self.costs.items() if costs.comparable]
         common = set.intersection(*({key[1:] for key in comparable if key[0] == load.schedule} for load in loads))
         nearest = min(common, key=lambda key: _distance(key, loads[0]), default=None)
         keys = [None if nearest is None else (schedule, *nearest) for schedule in self.trials]
         costs = [None if key is None else self.costs[key] for key in keys]
-        return {load.schedule: self.seconds_a_token(load, own) for load, own in zip(loads, costs, strict=True)}
+        hits = statistics.fmean(text.hits.value for text in texts)
+        return {load.schedule: self.seconds_a_token(load, hits, own) for load, own in zip(loads, costs, strict=True)}
 
-    def seconds_a_token(self, load: Load, costs: CostModel | None = None) -> float:
+    def seconds_a_token(self, load: Load, hits: float | None = None, costs: CostModel | None = None) -> float:
         """Return the expected time per token of all answers; 0 before steps were measured.
 
         Texts differ more than schedules do, so comparing the speeds of two answers would tell little. So speeds are
         compared with what step times and hits let expect of their own text (`_modelled`), over many passes.
+
+        Args:
+            load: the load that runs.
+            hits: share of tokens that are the draft's first guess; None for the usual one.
+            costs: of the load, or of one like it.
         """
         costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
-        return self._modelled(load, costs) * costs.per_expected.value
+        hits = self.usual_hits.value if hits is None else hits
+        return self._modelled(load, hits, costs) * costs.per_expected.value
 
-    def _modelled(self, load: Load, costs: CostModel) -> float:
+    def _modelled(self, load: Load, hits: float, costs: CostModel) -> float:
         """Return the time per token that step times and hits alone let expect; 0 before they were measured.
 
         A pass verifies a chain of `lead` candidates, each right as often as the draft's first guess is. Drafting it
         takes time of its own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A
         draft whose reading does not pay drafts nothing: the target decodes alone.
         """
-        (schedule, num_seqs, _), right = load, min(self.first_hits.value, 0.99)
+        (schedule, num_seqs, _), right = load, min(hits, MAX_HITS)
         if not costs.comparable:
             return 0.0
         if not (step := costs.draft.at(num_seqs)):
             return costs.target.at(num_seqs) / num_seqs
         times = []
         for lead in range(1 if schedule == "parallel" else 0, self.limits.max_lead + 1):
-            tokens = (1 - right ** (lead + 1)) / (1 - right)
+            tokens = _chain(right, lead)
             elapsed = costs.target.at(num_seqs * (lead + 1))
             if schedule == "parallel":
                 times.append(max(elapsed, lead * step) / (1 + right * (tokens - 1)))
             else:
                 times.append((elapsed + lead * step) / tokens)
         return min(times) / num_seqs
+
+    def _price(self, load: Load, text: TextStats, costs: CostModel) -> float:
+        """Return the seconds that one more token of a text is worth: as many as all answers take to write one.
+
+        With several requests, a token is worth more the slower its own answer is written. So a pass serves all of them
+        alike: what it gains for one, relative to that one's speed, it does not lose for the others.
+        """
+        price = costs.per_token.value
+        return price if load.num_seqs == 1 else price * costs.pace.value / text.pace.value
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """Grant steps without a pause under `parallel`, after a miss narrow ones first; else grant a single step.
@@ -196,7 +217,7 @@ class Controller:
         steps = math.ceil(self.limits.max_lead / self.layers.value) if parallel else 1
         return DraftGrant((1,) * narrow + (width,) * (steps - narrow), min_chance)
 
-    def read_budget(self, load: Load, unread: int, written: int, left: int) -> int:
+    def read_budget(self, load: Load, text: TextStats, unread: int, written: int, left: int) -> int:
         """Let a draft with a device of its own read at once; else as much as the next token can wait for, if it pays.
 
         The answer is expected to become as long as answers usually are, and beyond that twice as long as it is.
@@ -209,14 +230,27 @@ class Controller:
             return 0
         if not price:
             return FIRST_READ
-        saved = SAVED_PRIOR * plain / load.num_seqs
-        if costs.known and not costs.draft_probe.due:
-            saved = plain / load.num_seqs - self.seconds_a_token(load)
         expected = min(left, max(self.answers.value - written, written))
-        pays = expected * saved * load.num_seqs > unread * price
+        pays = expected * self._saved(load, text, costs) > unread * price
         return max(LEAST_READ, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0
 
-    def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
+    def _saved(self, load: Load, text: TextStats, costs: CostModel) -> float:
+        """Return the seconds that each token of a text takes less if the draft works for it, as far as is known.
+
+        Under `sequential`, a chain for this text alone adds its rows to a pass, and its draft steps before it.
+        """
+        plain = costs.target.at(load.num_seqs) / load.num_seqs
+        if not costs.known or (costs.draft_probe.due and load.num_seqs == 1):
+            return SAVED_PRIOR * plain
+        if load.schedule == "parallel":
+            return plain - self.seconds_a_token(load, text.hits.value, costs)
+        right, times = min(text.hits.value, MAX_HITS), list[float]()
+        for lead in range(1, self.limits.max_lead + 1):
+            rows = costs.target.at(load.num_seqs + lead) - costs.target.at(load.num_seqs)
+            times.append((plain + rows + lead * costs.draft_share(1)) / _chain(right, lead))
+        return plain / text.pace.value - min(times) * costs.per_expected.value
+
+    def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
         """Weigh a draft step by measured times and hits.
 
         Under `parallel` the draft works while the target does. If drafting the lead takes as long as a round, the draft
@@ -227,35 +261,42 @@ class Controller:
             return lead < self.pins.lead
         costs = self.costs_of(load)
         step = costs.draft_share(len(frontier.chances))
-        if not step or not costs.per_token.value:
+        price = self._price(load, text, costs)
+        if not step or not price:
             return not lead  # measure it
         if costs.draft_probe.due and load.schedule == "sequential" and not lead:
             return True
-        row = costs.target.row_cost() / costs.per_token.value  # in tokens: less likely candidates are not verified
+        row = costs.target.row_cost() / price  # in tokens: less likely candidates are not verified
         tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in frontier.chances)
         if load.schedule == "parallel":
             if (lead + 1) * step * load.num_seqs >= costs.target.at(load.num_seqs):
                 return False
-            return costs.pays(tokens * WAIT_SHARE, step)
-        return costs.pays(tokens, step) or self._leads_on(costs, frontier, row, self.limits.max_lead - lead)
+            return tokens * WAIT_SHARE * price > step
+        if tokens * price > step:
+            return True
+        step = costs.draft_share(1) / price
+        return self._leads_on(text.hits.value, frontier, row, step, self.limits.max_lead - lead)
 
-    def _leads_on(self, costs: CostModel, frontier: Frontier, row: float, most: int) -> bool:
-        """Return whether several layers pay together: a chain in place of the candidates of other drafters."""
-        step, tokens = costs.draft_share(1), -sum(max(0.0, chance - row) for chance in frontier.others)
+    def _leads_on(self, right: float, frontier: Frontier, row: float, step: float, most: int) -> bool:
+        """Return whether several layers pay together: a chain in place of the candidates of other drafters.
+
+        A row and a step cost so many tokens; each layer is right as often as the draft's first guess is.
+        """
+        tokens = -sum(max(0.0, chance - row) for chance in frontier.others)
         for layers in range(1, most + 1):
-            tokens += frontier.reach * self.first_hits.value**layers - row
-            if costs.pays(tokens, max(1.0, layers / self.layers.value) * step):
+            tokens += frontier.reach * right**layers - row
+            if tokens > max(1.0, layers / self.layers.value) * step:
                 return True
         return False
 
-    def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
+    def windows(self, load: Load, texts: Sequence[TextStats], chances: Sequence[Sequence[float]]) -> list[int]:
         """Choose window sizes by measured times."""
         if self.pins.window is not None:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
         if not costs.per_token.value or costs.window_probe.due:
             return [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
-        return costs.widths(chances)
+        return costs.widths(chances, [self._price(load, text, costs) for text in texts])
 
     def patience(self, load: Load) -> float:
         """Return the time of a few draft steps: it bounds the wait for a step that was lost or has become slow.
@@ -268,18 +309,26 @@ class Controller:
         return 20 * step if step else 60.0
 
     def observe_pass(
-        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+        self,
+        load: Load,
+        texts: Sequence[TextStats],
+        rows: int,
+        tokens: int,
+        elapsed: float,
+        since_last: float | None,
     ) -> None:
         """Learn the time of a pass, and the time per token."""
         self._rounds += 1
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
-        drafted = rows > requests or not costs.draft_probe.passes
+        costs.pace.add(tokens / len(texts))
+        drafted = rows > len(texts) or not costs.draft_probe.passes
         costs.draft_probe.missed()
-        costs.window_probe.seen() if rows > requests else costs.window_probe.missed()
+        costs.window_probe.seen() if rows > len(texts) else costs.window_probe.missed()
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
-            if drafted and costs.known and (expected := self._modelled(load, costs)):
+            hits = statistics.fmean(text.hits.value for text in texts)
+            if drafted and costs.known and (expected := self._modelled(load, hits, costs)):
                 costs.observe_expected(since_last / tokens / expected, tokens)
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
@@ -309,9 +358,9 @@ class Controller:
         """Return the calibrated log chances of a listed and of an unlisted candidate."""
         return self._listed[source].score(stated_logp), self._unlisted[source].score(stated_logp)
 
-    def observe_token(self, *, hit: bool, first: bool) -> None:
+    def observe_token(self, text: TextStats, *, hit: bool, first: bool) -> None:
         """Learn how often the cache is right."""
-        self.first_hits.add(first)
+        text.hits.add(first)
         self.draft_hits.add(hit)
         self.usual_hits.add(first)
 
@@ -329,6 +378,11 @@ class Controller:
     def _measured(self, schedule: Schedule) -> list[tuple[Schedule, int, int]]:
         """Return the keys of the loads whose steps were measured under a schedule."""
         return [key for key, costs in self.costs.items() if key[0] == schedule and costs.known]
+
+
+def _chain(right: float, lead: int) -> float:
+    """Return the tokens that a pass yields over a chain of `lead` candidates, each of which is `right` so often."""
+    return (1 - right ** (lead + 1)) / (1 - right)
 
 
 def _key(load: Load) -> tuple[Schedule, int, int]:

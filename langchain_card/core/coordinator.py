@@ -137,7 +137,8 @@ class Coordinator:
         loads = [*map(self.scheduler.load, states)]
         windows = self.query.open_windows(states, loads, self._next_step_id, now)
         self._next_step_id += len(windows)
-        self._passes.begin(windows, loads[0] if len(set(loads)) == 1 else None)
+        texts = [state.text for state in states]
+        self._passes.begin(windows, texts, loads[0] if len(set(loads)) == 1 else None)
         return m.Verify(tuple(windows))
 
     # Correct: commit what the target decided.
@@ -160,6 +161,7 @@ class Coordinator:
         accepted = sources[: len(rows) - 1]
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
+        state.text.pace.add(len(tokens))
         self._passes.add(verdict, len(tokens), now)
         state.stats.add_round(verdict, len(tokens), window.sources, accepted, hit, now)
         state.stats.rescued += sum(verdict.target_ids[row] != token for row, token in zip(rows, tokens))  # noqa: B905
@@ -186,7 +188,7 @@ class Coordinator:
             self.policy.observe_candidate(*tree.origins[child], taken=taken, unlisted=unlisted)
         hit = tree.advance(token)
         if drafted:
-            self.policy.observe_token(hit=hit, first=hit and tree.root == first)
+            self.policy.observe_token(state.text, hit=hit, first=hit and tree.root == first)
         return state.tree.sources[state.tree.root] if hit else ""
 
     def _receive(self, proposal: m.Proposal, now: float) -> list[m.Effect]:
@@ -201,7 +203,8 @@ class Coordinator:
     # Requests come and go.
 
     def _submit(self, request: Request, output_ids: Sequence[int], now: float) -> list[m.Effect]:
-        state, refusal = RequestState.waiting(request, now, output_ids), self._refusal()
+        state = RequestState.waiting(request, self.policy.new_text(), now, output_ids)
+        refusal = self._refusal()
         self.scheduler.waiting.append(state)
         return self._finish(state, FinishReason.ERROR, now, refusal) if refusal else []
 

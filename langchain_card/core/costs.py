@@ -163,6 +163,7 @@ class CostModel:
         read_cost: time in which a draft reads a token of a text.
         has_read: whether a draft has read before.
         per_token: time per token of all answers together.
+        pace: tokens of an answer a pass.
         per_expected: measured time per token as a multiple of the expected one, over many passes.
         draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
     """
@@ -175,6 +176,7 @@ class CostModel:
         self.read_cost: Mean = Mean() if alike is None else alike.read_cost.copy()
         self.has_read: bool = alike is not None and alike.has_read
         self.per_token: Mean = Mean(prior=self.target.at(num_seqs) / num_seqs)
+        self.pace: Mean = Mean(prior=1.0)
         self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, SIZE_DECAY) if alike is None else alike.per_expected.copy()
         if alike is not None and alike.num_seqs == num_seqs:
             self.per_token = alike.per_token.copy()
@@ -200,22 +202,18 @@ class CostModel:
         usual = self.per_expected.value
         self.per_expected.add(min(max(ratio, usual / MAX_SURPRISE), usual * MAX_SURPRISE), tokens)
 
-    def pays(self, tokens: float, seconds: float) -> bool:
-        """Return whether `tokens` more tokens are worth so many seconds."""
-        return tokens * self.per_token.value > seconds
-
-    def widths(self, chances: Sequence[Sequence[float]]) -> list[int]:
+    def widths(self, chances: Sequence[Sequence[float]], prices: Sequence[float]) -> list[int]:
         """Return how many candidates of each request to verify: each adds its chance in tokens, and its row in time.
 
         Args:
             chances: [requests] chances of the candidates, likeliest first.
+            prices: [requests] seconds that a token is worth.
         """
-        fewest, price = self.target.at(len(chances)), self.per_token.value
-        order = sorted((-chance, request) for request, row in enumerate(chances) for chance in row)
-        tokens, best, count = 0.0, 0.0, 0
+        fewest, gained, best, count = self.target.at(len(chances)), 0.0, 0.0, 0
+        order = sorted((-chance * prices[request], request) for request, row in enumerate(chances) for chance in row)
         for i, (negated, _) in enumerate(order, 1):
-            tokens -= negated
-            worth = tokens * price - (self.target.at(len(chances) + i) - fewest)
+            gained -= negated
+            worth = gained - (self.target.at(len(chances) + i) - fewest)
             if worth > best:
                 best, count = worth, i
         widths = Counter(request for _, request in order[:count])

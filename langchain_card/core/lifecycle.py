@@ -48,7 +48,8 @@ class Lifecycle:
         if open_:
             going_on = [state for state in open_ if state not in begun]
             current = going_on[0].schedule if going_on else None
-            schedule = self.policy.auto(len(running), current, self.scheduler.longest)
+            texts = [state.text for state in running]
+            schedule = self.policy.auto(texts, current, self.scheduler.longest)
             for state in open_:
                 if state in begun:
                     state.schedule = schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from langchain_card.core.messages import Verdict, Window
-from langchain_card.core.policy import Load, Policy
+from langchain_card.core.policy import Load, Policy, TextStats
 
 
 class Passes:
@@ -18,20 +18,21 @@ class Passes:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._load: Load | None = None
-        self._requests = self._rows = self._tokens = 0
+        self._texts: Sequence[TextStats] = ()
+        self._rows = self._tokens = 0
         self._elapsed = 0.0
         self._open: set[int] = set()
         self._last_end: float | None = None
 
-    def begin(self, windows: Sequence[Window], load: Load | None) -> None:
-        """Begin a pass over `windows`.
+    def begin(self, windows: Sequence[Window], texts: Sequence[TextStats], load: Load | None) -> None:
+        """Begin a pass over `windows`, those of `texts`.
 
         Nothing is learned from a pass under several schedules (`load=None`: it is no single load), nor from an earlier
         pass that lost a verdict.
         """
         if self._open:
             self.interrupt()
-        self._load, self._requests = load, len(windows)
+        self._load, self._texts = load, texts
         self._rows = sum(len(window.token_ids) for window in windows)
         self._open = {window.step_id for window in windows}
         self._tokens, self._elapsed = 0, 0.0
@@ -53,5 +54,5 @@ class Passes:
             return
         if self._load is not None and not verdict.read:
             since_last = None if self._last_end is None else now - self._last_end
-            self._policy.observe_pass(self._load, self._requests, self._rows, self._tokens, self._elapsed, since_last)
+            self._policy.observe_pass(self._load, self._texts, self._rows, self._tokens, self._elapsed, since_last)
         self._last_end = now

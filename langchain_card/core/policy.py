@@ -6,9 +6,11 @@ Times are in seconds, chances between 0 and 1, scores are log chances.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from langchain_card.config import Schedule
+from langchain_card.core.costs import Mean
 from langchain_card.core.frontier import Frontier
 
 
@@ -24,6 +26,23 @@ class Load(NamedTuple):
     schedule: Schedule
     num_seqs: int = 1
     positions: int = 0
+
+
+@dataclass(slots=True)
+class TextStats:
+    """Statistics of one answer, for the decisions about it.
+
+    Attributes:
+        hits: share of its tokens that were the draft's first guess.
+        pace: tokens a pass.
+    """
+
+    hits: Mean
+    pace: Mean
+
+    def copy(self) -> TextStats:
+        """Return an independent copy."""
+        return TextStats(self.hits.copy(), self.pace.copy())
 
 
 class DraftGrant(NamedTuple):
@@ -43,11 +62,14 @@ class DraftGrant(NamedTuple):
 class Policy(Protocol):
     """Decides what the coordinator cannot know without measurements, and learns from every pass and draft step."""
 
-    def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
+    def new_text(self) -> TextStats:
+        """Return what is expected of an answer that is about to begin."""
+
+    def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose the schedule that "auto" stands for. Called at least once before each round.
 
         Args:
-            num_seqs: requests that run.
+            texts: those of the requests that run.
             current: the schedule in force; None when all of the requests are about to begin.
             positions: length of the longest text.
         """
@@ -60,39 +82,47 @@ class Policy(Protocol):
             hit: whether the last committed token was in the cache.
         """
 
-    def read_budget(self, load: Load, unread: int, written: int, left: int) -> int:
+    def read_budget(self, load: Load, text: TextStats, unread: int, written: int, left: int) -> int:
         """Return how many tokens of a text a draft step may read; 0 if the draft would not earn the time back.
 
         Args:
             load: the load that runs.
+            text: of the request.
             unread: tokens that the draft has to read before it drafts, as far as it has reported them.
             written: tokens of the answer so far.
             left: tokens that the answer may still have.
         """
 
-    def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
+    def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
         """Return whether a round should take one more draft step before it verifies.
 
         Args:
             load: the load that runs.
+            text: of the request.
             frontier: the nodes that the draft would expand next.
             lead: depth of the draft's candidates.
         """
 
-    def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
+    def windows(self, load: Load, texts: Sequence[TextStats], chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many candidates of each request to verify. `chances` are those of its candidates, best first."""
 
     def patience(self, load: Load) -> float:
         """Return how long a round may wait for its draft."""
 
     def observe_pass(
-        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+        self,
+        load: Load,
+        texts: Sequence[TextStats],
+        rows: int,
+        tokens: int,
+        elapsed: float,
+        since_last: float | None,
     ) -> None:
         """Learn from a target pass.
 
         Args:
             load: the load that ran.
-            requests: requests in this pass; others may wait.
+            texts: those of the requests in this pass; others may wait.
             rows: rows of all requests.
             tokens: tokens that were committed, of all requests.
             elapsed: seconds of the pass.
@@ -120,5 +150,5 @@ class Policy(Protocol):
     def observe_candidate(self, source: str, stated_logp: float, *, taken: bool, unlisted: bool) -> None:
         """Learn whether a candidate was `taken`, when a token was committed after the candidate's parent."""
 
-    def observe_token(self, *, hit: bool, first: bool) -> None:
+    def observe_token(self, text: TextStats, *, hit: bool, first: bool) -> None:
         """Learn from a token committed after an expanded node: whether it was cached, and whether it was the best."""

@@ -97,7 +97,8 @@ class Query:
         drafter = state.drafters[name]
         if drafter.exhausted or not self.drafters[name].paced:
             return 0
-        return self.policy.read_budget(load, drafter.unread, len(state.output_ids), state.tokens_left)
+        written, left = len(state.output_ids), state.tokens_left
+        return self.policy.read_budget(load, state.text, drafter.unread, written, left)
 
     def open_windows(
         self, states: Sequence[RequestState], loads: Sequence[Load], step_id: int, now: float
@@ -107,7 +108,8 @@ class Query:
         widths = [0] * len(states)
         for load in set(loads):
             group = [i for i, other in enumerate(loads) if other == load]
-            for i, width in zip(group, self.policy.windows(load, [candidates[i][1] for i in group]), strict=True):
+            texts, chances = [states[i].text for i in group], [candidates[i][1] for i in group]
+            for i, width in zip(group, self.policy.windows(load, texts, chances), strict=True):
                 widths[i] = width
         windows = []
         for i, (state, (nodes, _), width) in enumerate(zip(states, candidates, widths, strict=True)):
@@ -159,7 +161,7 @@ class Query:
         if len(verified) == budget:  # a new candidate takes the place of the least likely one
             chances = [chance - verified[-1] for chance in at.chances if chance > verified[-1]]
             at = Frontier(chances)
-        return bool(at.chances) and self.policy.draft_pays(load, at, lead)
+        return bool(at.chances) and self.policy.draft_pays(load, state.text, at, lead)
 
 
 def grow(state: RequestState, name: str, grant: DraftGrant) -> m.Grow:

@@ -10,6 +10,7 @@ from langchain_card.config import Schedule
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.messages import Proposal, Window
+from langchain_card.core.policy import TextStats
 from langchain_card.core.request import Request, RequestStats
 
 
@@ -22,6 +23,7 @@ class RequestState:
         tree: committed tokens and candidates.
         schedule: the schedule in force; until the request is admitted, the requested one.
         stats: counts and times.
+        text: what the policy knows of the answer.
         drafters: the state of each drafter that works for the request, by name.
         output_ids: committed tokens of the answer.
         window: the verification in flight, or None.
@@ -38,6 +40,7 @@ class RequestState:
     tree: CandidateTree
     schedule: Schedule
     stats: RequestStats
+    text: TextStats
     drafters: dict[str, DrafterState] = field(default_factory=dict)
     output_ids: list[int] = field(default_factory=list)
     window: Window | None = None
@@ -50,11 +53,12 @@ class RequestState:
     incarnation: int = 0
 
     @classmethod
-    def waiting(cls, request: Request, now: float, output_ids: Sequence[int] = ()) -> RequestState:
+    def waiting(cls, request: Request, text: TextStats, now: float, output_ids: Sequence[int] = ()) -> RequestState:
         """Make the state of a request that has just arrived, perhaps with the beginning of its answer."""
         schedule = request.params.schedule
         stats = RequestStats(schedule=schedule, submitted=now, started=now, first_token=now)
-        state = cls(request, CandidateTree(request.prompt_ids[-1]), schedule, stats, output_ids=[*output_ids])
+        tree = CandidateTree(request.prompt_ids[-1])
+        state = cls(request, tree, schedule, stats, text, output_ids=[*output_ids])
         for token in output_ids:
             state.tree.advance(token)
         return state
@@ -83,6 +87,7 @@ class RequestState:
             self,
             tree=self.tree.copy(),
             stats=replace(self.stats, **counts),
+            text=self.text.copy(),
             drafters={name: drafter.copy() for name, drafter in self.drafters.items()},
             output_ids=self.output_ids.copy(),
             pending=self.pending.copy(),

@@ -154,9 +154,9 @@ def test_a_draft_that_equals_the_target_is_always_right(
         return verify(self, windows)
 
     monkeypatch.setattr(TargetWorker, "verify", slow)
-    monkeypatch.setattr(Controller, "observe_token", lambda self, *, hit, first: hits.append(hit))
-    monkeypatch.setattr(Controller, "draft_pays", lambda self, load, frontier, lead: sum(frontier.chances) > 0.1)
-    monkeypatch.setattr(Controller, "windows", lambda self, load, chances: [*map(len, chances)])
+    monkeypatch.setattr(Controller, "observe_token", lambda self, text, *, hit, first: hits.append(hit))
+    monkeypatch.setattr(Controller, "draft_pays", lambda self, load, text, frontier, lead: sum(frontier.chances) > 0.1)
+    monkeypatch.setattr(Controller, "windows", lambda self, load, texts, chances: [*map(len, chances)])
     monkeypatch.setattr(Controller, "patience", lambda self, load: 1.0)
     with Engine(config(pair, draft_model=pair[0])) as engine:
         for seed in range(3):

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from langchain_card.config import Schedule
+from langchain_card.core.costs import Mean
 from langchain_card.core.frontier import Frontier
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
-from langchain_card.core.policy import DraftGrant, Load
+from langchain_card.core.policy import DraftGrant, Load, TextStats
 from langchain_card.core.request import Request
 from langchain_card.drafters.draft_step import DraftStep, add_guesses
 from langchain_card.drafters.lower_level import LowerLevel
@@ -256,23 +257,27 @@ class FixedPolicy:
     ) -> None:
         self._widths, self._patience, self._read, self._late = widths, patience, read, late
 
-    def auto(self, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
+    def new_text(self) -> TextStats:
+        """Return statistics that no decision reads."""
+        return TextStats(Mean(), Mean())
+
+    def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
         """Return `parallel` for one request, `sequential` for several."""
-        return "parallel" if num_seqs == 1 else "sequential"
+        return "parallel" if len(texts) == 1 else "sequential"
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """Grant the fixed steps; a single one unless the schedule is `parallel`."""
         return DraftGrant(self._widths if load.schedule == "parallel" else (1,))
 
-    def read_budget(self, load: Load, unread: int, written: int, left: int) -> int:
+    def read_budget(self, load: Load, text: TextStats, unread: int, written: int, left: int) -> int:
         """Read the fixed number of tokens at a time."""
         return self._read if written or not self._late else 0
 
-    def draft_pays(self, load: Load, frontier: Frontier, lead: int) -> bool:
+    def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
         """Return True, except that under `parallel` a round waits only for a first candidate."""
         return load.schedule != "parallel" or not lead
 
-    def windows(self, load: Load, chances: Sequence[Sequence[float]]) -> list[int]:
+    def windows(self, load: Load, texts: Sequence[TextStats], chances: Sequence[Sequence[float]]) -> list[int]:
         """Verify all candidates."""
         return [*map(len, chances)]
 
@@ -281,7 +286,13 @@ class FixedPolicy:
         return self._patience
 
     def observe_pass(
-        self, load: Load, requests: int, rows: int, tokens: int, elapsed: float, since_last: float | None
+        self,
+        load: Load,
+        texts: Sequence[TextStats],
+        rows: int,
+        tokens: int,
+        elapsed: float,
+        since_last: float | None,
     ) -> None:
         """Ignore the measurement."""
 
@@ -301,5 +312,5 @@ class FixedPolicy:
     def observe_candidate(self, source: str, stated_logp: float, *, taken: bool, unlisted: bool) -> None:
         """Ignore the measurement."""
 
-    def observe_token(self, *, hit: bool, first: bool) -> None:
+    def observe_token(self, text: TextStats, *, hit: bool, first: bool) -> None:
         """Ignore the measurement."""

@@ -24,19 +24,18 @@ from langchain_card.runtime.cpu.integer_kv import (
     round_query,
     write,
 )
-from langchain_card.runtime.cpu.kv_kernel import BYTE_OFFSET, TILE, kv_tile
+from langchain_card.runtime.cpu.kv_kernel import BYTE_OFFSET, MAX_HEADS, TILE, kv_tile
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import rotate_row
 from langchain_card.runtime.cpu.softmax_kernel import LOWEST, chances
 from langchain_card.runtime.cpu.team import Team, together
-from langchain_card.runtime.cpu.vectors import MAX_ROWS
 
 ROW_TILE = 16
 """Rows of one sequence that share a block of keys and values while it lies in the cache."""
 
 
 class _Queries(NamedTuple):
-    """Queries as the kernel reads them. The heads of a group are split into parts of at most `MAX_ROWS`.
+    """Queries as the kernel reads them. The heads of a group are split into parts of at most `MAX_HEADS`.
 
     Attributes:
         levels: int8 [rows, kv_heads, group x 2 x width]; each part is [2 x width / 4, heads of the part, 4]: the same
@@ -153,7 +152,7 @@ def _round_queries(q: Array, heads: Heads, queries: _Queries, begin: int, end: i
 
 @compiled()
 def _num_parts(group: int) -> int:
-    return (group + MAX_ROWS - 1) // MAX_ROWS
+    return (group + MAX_HEADS - 1) // MAX_HEADS
 
 
 @compiled()

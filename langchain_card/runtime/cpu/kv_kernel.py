@@ -27,6 +27,9 @@ from langchain_card.runtime.cpu.vectors import (
 
 TILE = 32
 
+MAX_HEADS = min(8, MAX_ROWS)
+"""Heads that share a tile of keys or values while it lies in a register."""
+
 BYTE_OFFSET = 128
 """Constant that is added to stored bytes."""
 
@@ -81,7 +84,7 @@ def kv_tile(
     context: Any, rows: Any, levels: Any, begin: Any, stored: Any, scales: Any, groups: Any, turns: Any, out: Any,
     length: Any,
 ) -> Any:  # fmt: skip
-    """Multiply up to `MAX_ROWS` rows with a tile.
+    """Multiply up to `MAX_HEADS` rows with a tile.
 
     All arguments are integers: the number of rows; the addresses of levels [turns, rows, 4], starts of sums
     [rows, groups], stored bytes, and scales [groups, 32]; the number of groups, and of turns in each; the address of
@@ -91,7 +94,7 @@ def kv_tile(
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         end = b.append_basic_block()
         ways = b.switch(args[0], end)
-        for num_rows in range(1, MAX_ROWS + 1):
+        for num_rows in range(1, MAX_HEADS + 1):
             way = b.append_basic_block()
             ways.add_case(I64(num_rows), way)
             b.position_at_end(way)

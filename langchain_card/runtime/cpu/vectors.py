@@ -40,7 +40,7 @@ UNITS = 0x4B400000
 
 UNITS_FLOAT = float(3 << 22)
 
-MAX_ROWS = 8 if instructions() == "avx512vnni" else 2
+MAX_ROWS = 16 if instructions() == "avx512vnni" else 2
 """Rows that a weight serves while it lies in a register: CPUs without AVX-512 have fewer and narrower registers."""
 
 

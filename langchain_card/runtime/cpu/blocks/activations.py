@@ -77,11 +77,9 @@ def scratch() -> Scratch:
 
 @compiled()
 def block(left: int) -> int:
-    """Return how many of the remaining rows are multiplied together: 8, 4, 2 or 1."""
-    rows = MAX_ROWS
-    while rows > left:
-        rows //= 2
-    return rows
+    """Return how many of the remaining rows are multiplied together: at most `MAX_ROWS`, in blocks of about one size."""
+    blocks = (left + MAX_ROWS - 1) // MAX_ROWS
+    return (left + blocks - 1) // blocks
 
 
 @compiled()

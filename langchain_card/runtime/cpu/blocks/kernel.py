@@ -194,7 +194,7 @@ class _Tile:
 
 _compiling = threading.Lock()
 
-ROW_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= MAX_ROWS)
+ROW_COUNTS = range(1, MAX_ROWS + 1)
 
 
 @intrinsic
@@ -253,7 +253,7 @@ def block_tile(
     context: Any, address: Any, rows: Any, levels: Any, factors: Any, starts: Any, sums: Any, pairs: Any, stored: Any,
     blocks: Any, last: Any, out: Any, length: Any,
 ) -> Any:  # fmt: skip
-    """Multiply 1, 2, 4 or 8 rows, up to `MAX_ROWS`, with a tile of weights.
+    """Multiply up to `MAX_ROWS` rows with a tile of weights.
 
     All arguments are integers: the result of `tile_address`; the number of rows; the addresses of a block of rounded
     rows (`activations.Rounded`) and of the tile; the number of blocks of 256 features, and of groups in the last; the

@@ -1,6 +1,6 @@
 """Products of rows with blocks of quantized weights.
 
-With few rows memory is the limit, with eight the multiplier. So weights are read once, in one stream, and each serves
+With few rows memory is the limit, with sixteen the multiplier. So weights are read once, in one stream, and each serves
 several rows while it lies in a register (`blocks.kernel`).
 
 The bits of a row of products never depend on the rows beside it, nor on the CPU or the number of threads: sums of
