@@ -6,6 +6,7 @@ Its currency is the engine's own time per token: a step or a row that takes `t` 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -237,18 +238,19 @@ class Controller:
     def _saved(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the seconds that each token of a text takes less if the draft works for it, as far as is known.
 
-        Under `sequential`, a chain for this text alone adds its rows to a pass, and its draft steps before it.
+        Under `sequential`, a chain of candidates adds its rows to a pass, and its draft steps before it. Either all
+        requests share these steps, or this one has them alone.
         """
-        plain = costs.target.at(load.num_seqs) / load.num_seqs
-        if not costs.known or (costs.draft_probe.due and load.num_seqs == 1):
-            return SAVED_PRIOR * plain
+        plain, count = costs.target.at(load.num_seqs), load.num_seqs
+        if not costs.known or (costs.draft_probe.due and count == 1):
+            return SAVED_PRIOR * plain / count**2  # what one of them finds out, all know
         if load.schedule == "parallel":
-            return plain - self.seconds_a_token(load, text.hits.value, costs)
+            return plain / count - self.seconds_a_token(load, text.hits.value, costs)
         right, times = min(text.hits.value, MAX_HITS), list[float]()
-        for lead in range(1, self.limits.max_lead + 1):
-            rows = costs.target.at(load.num_seqs + lead) - costs.target.at(load.num_seqs)
-            times.append((plain + rows + lead * costs.draft_share(1)) / _chain(right, lead))
-        return plain / text.pace.value - min(times) * costs.per_expected.value
+        for lead, sharing in itertools.product(range(1, self.limits.max_lead + 1), (1, count)):
+            more = costs.target.at(count + sharing * lead) - plain + lead * costs.draft.at(sharing)
+            times.append((plain / count + more / sharing) / _chain(right, lead))
+        return plain / count / text.pace.value - min(times) * costs.per_expected.value
 
     def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
         """Weigh a draft step by measured times and hits.

@@ -16,6 +16,9 @@ SPEED_DECAY = 0.8
 SIZE_DECAY = 0.98
 """Weight of the past for the ratio of step times between sizes, which hardly changes."""
 
+EXACT_SIZES = 8
+"""Step times of so many sizes are kept apart: kernels multiply in blocks of rows, and a row more may begin another."""
+
 MAX_SURPRISE = 2.0
 """A step counts as at most this many times longer, or shorter, than expected."""
 
@@ -57,7 +60,7 @@ class Mean:
 class StepTimes:
     """Measured seconds of a step by its number of rows.
 
-    Two sizes per octave are kept apart. Their common factor, the speed of the device, is followed at once: when the
+    Sizes up to 8 are kept apart, and two per octave above. Their common factor, the speed of the device, is followed at once: when the
     device slows down, the times of all sizes rise, even of those that were not observed since.
     """
 
@@ -113,7 +116,9 @@ class StepTimes:
 
 
 def _size(rows: int) -> int:
-    """Return the largest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not above `rows`."""
+    """Return the largest of 1 to 8, 12, 16, 24, ... that is not above `rows`."""
+    if rows <= EXACT_SIZES:
+        return rows
     power = 1 << rows.bit_length() - 1
     return power + power // 2 if rows >= power + power // 2 else power
 
