@@ -70,6 +70,26 @@ class Run:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An answer that was written beside others.
+
+    Attributes:
+        token_ids: of the answer.
+        sent, first, ended: times at which the prompt was sent, and the first and the last token came; seconds.
+    """
+
+    token_ids: tuple[int, ...]
+    sent: float
+    first: float
+    ended: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second from the prompt to the last token."""
+        return len(self.token_ids) / (self.ended - self.sent)
+
+
 def longest_gap(times: Iterable[float]) -> float:
     """Return the longest time between two of `times`, which rise; 0 if there are fewer than two."""
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)

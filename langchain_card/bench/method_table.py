@@ -40,6 +40,7 @@ class PeerKind:
     Attributes:
         drafts: True if it needs a draft model.
         batches: True if it accepts several prompts at once.
+        serves: True if it can be measured at a load.
         weights: this engine's, the same in float32, or those of the GGUF file.
         package: required besides transformers.
         program: a binary that it needs, a key of `PROGRAMS`.
@@ -49,6 +50,7 @@ class PeerKind:
 
     drafts: bool = False
     batches: bool = False
+    serves: bool = False
     weights: Literal["same", "float32", "gguf"] = "same"
     package: str = ""
     program: str = ""
@@ -56,8 +58,8 @@ class PeerKind:
     room: float = 1.3
 
 
-_SERVER = PeerKind(weights="gguf", program="llama-server", room=2.5)
-_SPECULATING = PeerKind(weights="gguf", program="llama-server", room=2.5, base="llama-server")
+_SERVER = PeerKind(serves=True, weights="gguf", program="llama-server", room=2.5)
+_SPECULATING = replace(_SERVER, base="llama-server")
 
 PEERS: dict[str, PeerKind] = {
     "hf-float32": PeerKind(batches=True, weights="float32"),
@@ -71,13 +73,14 @@ PEERS: dict[str, PeerKind] = {
     "llama-server-both": replace(_SPECULATING, drafts=True),
     "openvino": PeerKind(weights="gguf", package="openvino-genai", room=4.0),
     "openvino-lookup": PeerKind(weights="gguf", package="openvino-genai", room=4.0, base="openvino"),
+    "openvino-batching": PeerKind(batches=True, serves=True, weights="gguf", package="openvino-genai", room=4.0),
 }
 """Loops of other packages.
 
 transformers' `generate` in float32, on this engine's weights, with its draft, and with prompt lookup; FlashSpec with
 its own choice of strategy; llama.cpp's server alone, with its draft, with its n-grams, and with both; OpenVINO GenAI
-alone, and with prompt lookup. There is no OpenVINO with a draft: its reader of GGUF files refuses Q5_0, in which the
-built-in draft has most of its matrices."""
+alone, with prompt lookup, and with continuous batching. There is no OpenVINO with a draft: its reader of GGUF files
+refuses Q5_0, in which the built-in draft has most of its matrices."""
 
 PeerOptions: TypeAlias = Mapping[str, "int | float | str"]
 
@@ -107,6 +110,7 @@ PEER_OPTIONS: dict[str, PeerOptions] = {
     },
     "openvino": {"PERFORMANCE_HINT": "LATENCY"},
     "openvino-lookup": {"PERFORMANCE_HINT": "LATENCY", "num_assistant_tokens": 2, "max_ngram_size": 2},
+    "openvino-batching": {"PERFORMANCE_HINT": "LATENCY"},
 }
 """Options of the peers that can be tuned.
 
@@ -118,17 +122,22 @@ By default, llama-server's `ngram-mod` proposes nothing in short answers: a matc
 shorter than 48 tokens is dropped. It learns an answer in pieces, so that up to 33 - `n-match` of the latest tokens are
 unknown. With `--model-draft` alone the server speculates nothing: the default of `spec-type` is `none`."""
 
+LOAD_SETS, REQUESTS = ("code", "maths", "chat", "multilingual"), (1, 2, 4, 8, 16)
+"""Sets of prompts, and numbers of requests at once, that are measured at a load by default."""
+
 PROGRAMS = {"llama-server": "LLAMA_SERVER"}
 """Binaries that peers need, each with the environment variable that may hold its path."""
 
 METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
 
 
-def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> tuple[str, ...]:
+def check_methods(
+    names: tuple[str, ...], config: EngineConfig, batch: int, *, at_load: bool = False
+) -> tuple[str, ...]:
     """Return the methods to compare: plain decoding first, and before each peer its own plain decoding.
 
     Raises:
-        InvalidInputError: a method does not exist, is not installed, or does not support this draft or batch.
+        InvalidInputError: a method does not exist, is not installed, or does not support this draft, batch or load.
     """
     for name in names:
         check_choice("--methods", name, METHODS)
@@ -144,6 +153,9 @@ def check_methods(names: tuple[str, ...], config: EngineConfig, batch: int) -> t
         if batch > 1 and not kind.batches:
             limit = f"takes one prompt at a time, not --batch {batch}"
             raise InvalidInputError("--methods", name, limit, "leave it out, or --batch 1")
+        if at_load and name in PEERS and not kind.serves:
+            able = ", ".join(peer for peer in PEERS if PEERS[peer].serves)
+            raise InvalidInputError("--methods", name, "does not go with --load", f"of other packages, {able} do")
     bases = ((PEERS[name].base, name) if name in PEERS else (name,) for name in names)
     return tuple(dict.fromkeys((PLAIN, *filter(None, itertools.chain(*bases)))))
 

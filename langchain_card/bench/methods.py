@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from langchain_card.bench.load import keep_busy
 from langchain_card.bench.machine import number_format, proposed_tokens
-from langchain_card.bench.method import Method, PeakMemory, Run, longest_gap
+from langchain_card.bench.method import Method, PeakMemory, Run, Served, longest_gap
 from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES
 from langchain_card.bench.peers.peer import open_peer
 from langchain_card.config import EngineConfig
@@ -52,13 +53,7 @@ class EngineMethod:
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, repeat: int) -> Run:
         """Answer a batch of prompts, as a tenant per method and repeat, so that caches are not shared."""
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self._options.temperature,
-            schedule=SCHEDULES.get(self.name, "auto"),
-            banned_ids=self._engine.eos_ids if self._options.ignore_end else (),
-            tenant=f"{self.name} {repeat}",
-        )
+        params = self._params(max_tokens, f"{self.name} {repeat}")
         self._peak.reset()
         self._engine.announce(len(prompts))
         generations = [self._engine.submit(prompt, params) for prompt in prompts]
@@ -74,6 +69,25 @@ class EngineMethod:
             longest_gap(heapq.merge(*arrivals)),
             self._peak.read(),
             _figures(stats, ended - first),
+        )
+
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+        """Answer prompts, so many requests at once, as a tenant whose texts no other tenant uses."""
+        params = self._params(max_tokens, tenant)
+
+        def ask(prompt: Sequence[int]) -> Served:
+            answer = self._engine.submit(prompt, params).result()
+            return Served(answer.token_ids, answer.stats.submitted, answer.stats.first_token, answer.stats.ended)
+
+        return keep_busy(ask, prompts, requests)
+
+    def _params(self, max_tokens: int, tenant: str) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self._options.temperature,
+            schedule=SCHEDULES.get(self.name, "auto"),
+            banned_ids=self._engine.eos_ids if self._options.ignore_end else (),
+            tenant=tenant,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.compare import MIN_PROMPTS, Comparison
+from langchain_card.bench.load import LoadResults
 from langchain_card.bench.long_texts import LongText, runs_of
 from langchain_card.bench.method_table import PEERS, PLAIN
 from langchain_card.bench.timeline import Round, Timeline, corrections
@@ -104,6 +105,39 @@ def plot_long_texts(results: Comparison, texts: Sequence[LongText], path: Path, 
                 panel.set_xlabel("tokens read", size=8)
         line[0].set_ylabel(label, size=8)
     grid[0][0].legend(fontsize=7, frameon=False)
+    figure.suptitle(title, size=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=160)
+
+
+def plot_load(results: LoadResults, path: Path, title: str) -> None:
+    """Draw the speed of all requests together over their number into a file: a panel per set of prompts."""
+    texts = [*dict.fromkeys(cell.text for cell in results.cells)]
+    columns = min(2, len(texts))
+    rows = -(-len(texts) // columns)
+    figure, grid = panels(1 + 3.2 * columns, 0.6 + 2.6 * rows, rows, columns)
+    flat = [*itertools.chain(*grid)]
+    counts = sorted({cell.requests for cell in results.cells})
+    for panel, text in zip(flat, texts, strict=False):
+        for method in results.weights:
+            cells = [cell for cell in results.cells if (cell.text, cell.method) == (text, method)]
+            style, colour = "s--" if method in PEERS else "o-", {PLAIN: OTHER, "card": HIT}.get(method)
+            requests, speeds = [cell.requests for cell in cells], [cell.speed for cell in cells]
+            panel.plot(requests, speeds, style, ms=4, lw=1.4, color=colour, label=method)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(counts, [str(count) for count in counts])
+        panel.set_ylim(0, None)
+        panel.set_title(text, size=9)
+        panel.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+    for panel in flat[len(texts) :]:
+        panel.set_visible(False)
+    for panel in grid[-1]:
+        panel.set_xlabel("requests at once", size=8)
+    for line in grid:
+        line[0].set_ylabel("tokens/s, all together", size=8)
+    flat[0].legend(fontsize=8, frameon=False)
     figure.suptitle(title, size=9)
     figure.tight_layout()
     figure.savefig(path, dpi=160)

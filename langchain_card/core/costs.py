@@ -60,8 +60,8 @@ class Mean:
 class StepTimes:
     """Measured seconds of a step by its number of rows.
 
-    Sizes up to 8 are kept apart, and two per octave above. Their common factor, the speed of the device, is followed at once: when the
-    device slows down, the times of all sizes rise, even of those that were not observed since.
+    Sizes up to 8 are kept apart, and two per octave above. Their common factor, the speed of the device, is followed
+    at once: when the device slows down, the times of all sizes rise, even of those that were not observed since.
     """
 
     def __init__(self) -> None:

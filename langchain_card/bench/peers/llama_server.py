@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from langchain_card.bench.method import PeakMemory, Run
+from langchain_card.bench.load import keep_busy
+from langchain_card.bench.method import PeakMemory, Run, Served
 from langchain_card.bench.method_table import PEER_OPTIONS, PEERS, PeerOptions, find_program
 from langchain_card.bench.peers.weights import check_room, gguf_files, peer_weights
 from langchain_card.config import EngineConfig
@@ -136,6 +137,7 @@ class LlamaServer:
         self._repeat: int | None = None
         pair = resolve(config)
         self._ends = () if ignore_end else pair.eos_ids
+        self._max_len, self._slots = pair.max_len, 1
         self._arguments = [program, *_arguments(gguf_files(name, config), pair, options)]
         self._sampling = _sampling(temperature, ignore_end=ignore_end)
         self._start()
@@ -163,6 +165,22 @@ class LlamaServer:
         steps = Run.of_steps((tuple(token_ids[:kept]),), begun, answer.times[:kept], 1, answer.figures)
         return replace(steps, peak=highest)
 
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+        """Answer prompts, so many at once, with as many slots of a new server."""
+        self.close()
+        self._slots = requests
+        self._start()
+        body = {"n_predict": max_tokens, **self._sampling}
+        self._ask(body | {"prompt": [*prompts[0][:1]], "n_predict": 1})  # its first request is slower
+
+        def ask(prompt: Sequence[int]) -> Served:
+            sent = time.perf_counter()
+            answer = read_events(self.name, self._ask(body | {"prompt": [*prompt], "stream": True}))
+            kept = self._length(answer.token_ids)
+            return Served(tuple(answer.token_ids[:kept]), sent, answer.times[0], answer.times[kept - 1])
+
+        return keep_busy(ask, prompts, requests)
+
     def _length(self, token_ids: Sequence[int]) -> int:
         """Return the tokens up to the end of text, or before one that stayed unknown."""
         for at, token in enumerate(token_ids):
@@ -182,7 +200,8 @@ class LlamaServer:
         """Start the server and wait until it has loaded its models."""
         self._port, self._log = _free_port(), tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
         launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *self._arguments]
-        command = [*launch, "--host", _HOST, "--port", str(self._port)]
+        slots = ["--parallel", str(self._slots), "--ctx-size", str(self._slots * self._max_len)]
+        command = [*launch, *slots, "--host", _HOST, "--port", str(self._port)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_ARG_")}
         pipe = subprocess.DEVNULL
         self._process = subprocess.Popen(  # noqa: S603
@@ -261,7 +280,7 @@ def server_version(program: str) -> str:
 
 def _arguments(files: Sequence[object], pair: Pair, options: PeerOptions) -> list[str]:
     """Return the server's command line without its program, host and port."""
-    fields: dict[str, object] = {"model": files[0], "ctx-size": pair.max_len, "parallel": 1, "cache-ram": 0}
+    fields: dict[str, object] = {"model": files[0], "cache-ram": 0}
     fields |= {"threads": num_cores(), "threads-batch": num_cores(), "fit": "off"}
     fields["n-gpu-layers"] = 0 if pair.target.device.type == "cpu" else "all"
     if len(files) > 1:

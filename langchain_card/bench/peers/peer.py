@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from langchain_card.bench.machine import version
-from langchain_card.bench.method import Run
+from langchain_card.bench.method import Run, Served
 from langchain_card.bench.method_table import PEER_OPTIONS, PEERS, PeerOptions, find_program
 from langchain_card.bench.peers.llama_server import LlamaServer, server_version
 from langchain_card.bench.peers.weights import check_room, peer_weights
@@ -69,6 +69,12 @@ class Peer:
         """Answer a batch of prompts. Nothing is reused between answers."""
         response = self._request({"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens})
         return Run(**response | {"token_ids": tuple(map(tuple, response["token_ids"]))})
+
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+        """Answer prompts, so many at once. Nothing is reused between answers."""
+        message = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "requests": requests}
+        answers = self._request(message)["answers"]
+        return [Served(**answer | {"token_ids": tuple(answer["token_ids"])}) for answer in answers]
 
     def _request(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

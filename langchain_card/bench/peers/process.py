@@ -11,12 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
 import torch
 
-from langchain_card.bench.method import PeakMemory, Run
+from langchain_card.bench.method import PeakMemory, Run, Served
 from langchain_card.bench.method_table import PEERS, PeerOptions
 from langchain_card.bench.peers.weights import gguf_file
 from langchain_card.config import EngineConfig
@@ -42,15 +42,19 @@ def main() -> None:
     for line in sys.stdin:
         peak.reset()
         try:
-            message = json.loads(line)
-            run = generate(message["prompts"], message["max_tokens"])
-            response = {
-                name: getattr(run, name) for name in ("token_ids", "first", "seconds", "tokens", "gap", "figures")
-            }
-            response["peak"] = peak.read()
+            response = _respond(generate, json.loads(line)) | {"peak": peak.read()}
         except Exception as error:
             response = {"error": _message(error)}
         print(json.dumps(response), file=output, flush=True)
+
+
+def _respond(generate: _Generate, message: dict[str, Any]) -> dict[str, Any]:
+    prompts, max_tokens = message["prompts"], message["max_tokens"]
+    if "requests" in message:
+        assert isinstance(generate, _Batching)
+        return {"answers": [asdict(answer) for answer in generate.serve(prompts, max_tokens, message["requests"])]}
+    run = generate(prompts, max_tokens)
+    return {name: getattr(run, name) for name in ("token_ids", "first", "seconds", "tokens", "gap", "figures")}
 
 
 def _message(error: Exception) -> str:
@@ -66,6 +70,7 @@ def _make(setup: dict[str, Any]) -> tuple[_Generate, torch.device]:
     if setup["ignore_end"]:
         pair = replace(pair, eos_ids=())
     makers = {"flashspec": _flashspec, "openvino": _openvino, "openvino-lookup": _openvino}
+    makers["openvino-batching"] = _Batching
     make = makers.get(setup["name"], _transformers)
     return make(setup["name"], pair, setup["temperature"], setup["options"]), pair.target.device
 
@@ -184,26 +189,12 @@ def _openvino(name: str, pair: Pair, temperature: float, options: PeerOptions) -
     import openvino
     import openvino_genai as genai
 
-    if pair.target.device.type != "cpu":
-        raise InvalidInputError("--methods", name, f"runs on the CPU, not on {pair.target.device}", "leave it out")
-    scheduler = genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False
-    scheduler.max_num_batched_tokens = pair.max_len  # by default a prompt is read in one pass, too
-    properties: dict[str, Any] = {key: value for key, value in options.items() if key.isupper()}
+    scheduler, properties, generation = _openvino_options(name, pair, temperature, options)
     if properties.get("ATTENTION_BACKEND") != "SDPA":  # which batches nothing
         properties["scheduler_config"] = scheduler
     if name == "openvino-lookup":
         properties["prompt_lookup"] = True
-    file = str(gguf_file(name, pair.target.name))
-    model = genai.LLMPipeline(file, "CPU", INFERENCE_NUM_THREADS=num_cores(), **properties)
-    generation = genai.GenerationConfig()
-    generation.ignore_eos, generation.stop_token_ids = not pair.eos_ids, {*pair.eos_ids}
-    generation.do_sample, generation.apply_chat_template = temperature > 0, False
-    if temperature:
-        generation.temperature = temperature
-    for key, value in options.items():
-        if not key.isupper():
-            setattr(generation, key, value)
+    model = genai.LLMPipeline(str(gguf_file(name, pair.target.name)), "CPU", **properties)
 
     class TokenTimer(genai.StreamerBase):  # type: ignore[misc, unused-ignore]
         """A recorder of tokens and of the time of each. The token that ends an answer is among them."""
@@ -228,6 +219,79 @@ def _openvino(name: str, pair: Pair, temperature: float, options: PeerOptions) -
         return Run.of_steps((tuple(timer.answer),), begun, timer.times, 1)
 
     return generate
+
+
+def _openvino_options(name: str, pair: Pair, temperature: float, options: PeerOptions) -> tuple[Any, Any, Any]:
+    """Return the scheduler's config, the properties of the pipeline, and the generation config."""
+    import openvino_genai as genai
+
+    if pair.target.device.type != "cpu":
+        raise InvalidInputError("--methods", name, f"runs on the CPU, not on {pair.target.device}", "leave it out")
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False
+    scheduler.max_num_batched_tokens = pair.max_len  # by default a prompt is read in one pass, too
+    properties: dict[str, Any] = {key: value for key, value in options.items() if key.isupper()}
+    generation = genai.GenerationConfig()
+    generation.ignore_eos, generation.stop_token_ids = not pair.eos_ids, {*pair.eos_ids}
+    generation.do_sample, generation.apply_chat_template = temperature > 0, False
+    if temperature:
+        generation.temperature = temperature
+    for key, value in options.items():
+        if not key.isupper():
+            setattr(generation, key, value)
+    return scheduler, properties | {"INFERENCE_NUM_THREADS": num_cores()}, generation
+
+
+class _Batching:
+    """OpenVINO GenAI's continuous batching."""
+
+    def __init__(self, name: str, pair: Pair, temperature: float, options: PeerOptions) -> None:
+        import openvino_genai as genai
+
+        scheduler, properties, self._generation = _openvino_options(name, pair, temperature, options)
+        file = str(gguf_file(name, pair.target.name))
+        self._pipeline = genai.ContinuousBatchingPipeline(file, scheduler, "CPU", properties)
+        self._next_id = 0
+
+    def __call__(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
+        """Answer all prompts at once."""
+        times, begun = list[float](), time.perf_counter()
+        answers = self.serve(prompts, max_tokens, len(prompts), times)
+        first = [answer.first for answer in answers].count(times[0])
+        return Run.of_steps(tuple(answer.token_ids for answer in answers), begun, times, first)
+
+    def serve(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, times: list[float] | None = None
+    ) -> list[Served]:
+        """Answer prompts, so many at once; `times` receives the ends of the steps that brought tokens."""
+        import numpy as np
+        import openvino
+
+        self._generation.max_new_tokens = max_tokens
+        waiting = [*enumerate(prompts)][::-1]
+        running: dict[int, tuple[Any, float, list[int], list[float]]] = {}
+        answers: dict[int, Served] = {}
+        while waiting or running:
+            while waiting and len(running) < requests:
+                number, prompt = waiting.pop()
+                text, sent = openvino.Tensor(np.array([prompt], np.int64)), time.perf_counter()
+                self._next_id += 1
+                handle = self._pipeline.add_request(self._next_id, text, self._generation)
+                running[number] = handle, sent, [], []
+            self._pipeline.step()
+            now, written = time.perf_counter(), 0
+            for number, (handle, sent, tokens, came) in [*running.items()]:
+                while handle.can_read():
+                    new = [token for output in handle.read().values() for token in output.generated_ids]
+                    tokens += new
+                    came += [now] * len(new)
+                    written += len(new)
+                if handle.get_status().name != "RUNNING":
+                    del running[number]
+                    answers[number] = Served(tuple(tokens), sent, came[0], came[-1])
+            if written and times is not None:
+                times.append(now)
+        return [answers[number] for number in range(len(prompts))]
 
 
 if __name__ == "__main__":

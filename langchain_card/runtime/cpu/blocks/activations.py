@@ -77,7 +77,7 @@ def scratch() -> Scratch:
 
 @compiled()
 def block(left: int) -> int:
-    """Return how many of the remaining rows are multiplied together: at most `MAX_ROWS`, in blocks of about one size."""
+    """Return how many of the remaining rows are multiplied together: blocks of about one size, up to `MAX_ROWS`."""
     blocks = (left + MAX_ROWS - 1) // MAX_ROWS
     return (left + blocks - 1) // blocks
 

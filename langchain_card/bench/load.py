@@ -1,0 +1,183 @@
+"""Methods at a load: so many requests at once, the next prompt sent when an answer ends."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from langchain_card.bench.bounds import Measured
+from langchain_card.bench.method import Served
+from langchain_card.bench.method_table import PLAIN
+from langchain_card.errors import CARDError
+
+WARM_UP_TOKENS = 48
+"""Tokens of the answers before the measurement, which compile kernels and let `auto` measure its steps."""
+
+
+class Server(Protocol):
+    """A method that answers several requests at once.
+
+    Attributes:
+        name: as users write it.
+        weights: number format of the weights, in words.
+    """
+
+    name: str
+    weights: str
+
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+        """Answer prompts, so many requests at once. Texts of another `tenant` are not reused."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a method did at a load.
+
+    Attributes:
+        text: name of the set of prompts.
+        requests: at once.
+        method: its name.
+        answers: one for each prompt.
+    """
+
+    text: str
+    requests: int
+    method: str
+    answers: tuple[Served, ...]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all requests together, from the first prompt sent to the last token."""
+        seconds = max(answer.ended for answer in self.answers) - min(answer.sent for answer in self.answers)
+        return sum(len(answer.token_ids) for answer in self.answers) / seconds
+
+    @property
+    def slowest(self) -> float:
+        """Tokens per second of the slowest answer."""
+        return min(answer.speed for answer in self.answers)
+
+
+@dataclass
+class LoadResults:
+    """The cells of a measurement, complete or not.
+
+    Attributes:
+        weights: number formats by method, in words.
+        cells: in the order in which they were measured.
+        failed: errors of the methods that were left out, by name.
+    """
+
+    weights: dict[str, str]
+    cells: list[Cell] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def places(self) -> list[tuple[str, int]]:
+        """Return the loads that were measured: set and number of requests."""
+        return [*dict.fromkeys((cell.text, cell.requests) for cell in self.cells)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all results in the form of `bench --json`."""
+        return {"weights": self.weights, "failed": self.failed, "cells": [asdict(cell) for cell in self.cells]}
+
+    def cell(self, text: str, requests: int, method: str) -> Cell | None:
+        """Return a cell; None if it was not measured."""
+        of_load = (cell for cell in self.cells if (cell.text, cell.requests) == (text, requests))
+        return next((cell for cell in of_load if cell.method == method), None)
+
+
+def keep_busy(ask: Callable[[Sequence[int]], Served], prompts: Sequence[Sequence[int]], requests: int) -> list[Served]:
+    """Ask for an answer to each prompt, so many at once, from as many threads."""
+    with ThreadPoolExecutor(requests) as threads:
+        return [*threads.map(ask, prompts)]
+
+
+def measure_load(
+    results: LoadResults,
+    methods: Sequence[Server],
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+    requests: Sequence[int],
+    max_tokens: int,
+    report: Callable[[LoadResults], None],
+) -> None:
+    """Let each method answer each set at each load, in turns whose order changes.
+
+    A load has twice as many answers as requests at least: a set with fewer prompts is answered again, for another
+    tenant. A method that fails is left out of the remaining turns.
+
+    Args:
+        results: receives the cells.
+        methods: plain decoding among them.
+        prompts: token ids by set.
+        requests: numbers of requests at once.
+        max_tokens: of each answer.
+        report: called after each cell.
+
+    Raises:
+        CARDError: plain decoding failed, so that there is no baseline.
+    """
+    first = next(iter(prompts.values()))
+    for method in methods:
+        for count in (1, max(requests)):
+            _serve(results, method, first[:count], WARM_UP_TOKENS, count, "warm-up")
+    for text, ids in prompts.items():
+        for count in requests:
+            order = [*methods]
+            random.Random(f"{text} {count}").shuffle(order)  # noqa: S311
+            for method in order:
+                answers = list[Served]()
+                for lap in range(-(-2 * count // len(ids))):
+                    answers += _serve(results, method, ids, max_tokens, count, f"{text} {count} {lap}")
+                if method.name not in results.failed:
+                    results.cells.append(Cell(text, count, method.name, tuple(answers)))
+                    report(results)
+
+
+def _serve(
+    results: LoadResults, method: Server, ids: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str
+) -> list[Served]:
+    if method.name in results.failed:
+        return []
+    try:
+        return method.serve(ids, max_tokens, requests, f"{method.name} {tenant}")
+    except CARDError as error:
+        if method.name == PLAIN:
+            raise
+        results.failed[method.name] = str(error)
+        return []
+
+
+def times_plain(results: LoadResults, text: str, requests: int, method: str) -> Measured | None:
+    """Return how many times as fast as plain decoding the answers of a method were: the median, with its interval."""
+    plain, own = (results.cell(text, requests, name) for name in (PLAIN, method))
+    if plain is None or own is None:
+        return None
+    ratios = [a.speed / b.speed for a, b in zip(own.answers, plain.answers, strict=True)]
+    return Measured.of(ratios, statistics.median)
+
+
+def table(results: LoadResults) -> Iterator[tuple[str, ...]]:
+    """Yield the header, and a line for each load."""
+    others = [name for name in results.weights if name != PLAIN]
+    columns = [(f"{name}, tokens/s", "times plain", "its answers (95 %)", "slowest", "equal") for name in others]
+    yield ("text", "at once", "plain, tokens/s", "slowest", *(cell for column in columns for cell in column))
+    for text, requests in results.places():
+        plain = results.cell(text, requests, PLAIN)
+        line = [text, str(requests), *_speeds(plain)]
+        for name in others:
+            own, times = results.cell(text, requests, name), times_plain(results, text, requests, name)
+            if plain is None or own is None or times is None:
+                line += [""] * len(columns[0])
+                continue
+            equal = sum(a.token_ids == b.token_ids for a, b in zip(own.answers, plain.answers, strict=True))
+            speed, slowest = _speeds(own)
+            bounds = f"{times.value:.2f} ({times.low:.2f} to {times.high:.2f})"
+            line += [speed, f"{own.speed / plain.speed:.2f}", bounds, slowest, f"{equal} of {len(own.answers)}"]
+        yield tuple(line)
+
+
+def _speeds(cell: Cell | None) -> tuple[str, str]:
+    return ("", "") if cell is None else (f"{cell.speed:.1f}", f"{cell.slowest:.1f}")
