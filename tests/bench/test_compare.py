@@ -270,7 +270,7 @@ def test_the_command_compares_and_writes(
     assert "| plain " in said.out and "| card (" in said.out and "3 of 3" in said.out and "3 of 3, tokens/s" in said.err
     written = json.loads((tmp_path / "rows.json").read_text())
     assert len(written["rows"]) == 6 and written["machine"]["cores"] >= 1 and "bench" in written["command"]
-    assert written["engine"]["model"] == pair.model and written["prompts"] == "own"
+    assert written["engine"]["model"] == pair.model and written["prompts"] == ["own"]
     assert written["asked"] == {"max_tokens": 12, "temperature": 0.0, "batch": 1}
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
@@ -301,7 +301,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_measured(
         (["--methods", "model", "--draft-model", "ngram"], "needs a draft model"),
         (["--methods", "hf-assisted", "--draft-model", "ngram"], "needs a draft model"),
         (["--methods", "hf-assisted", "--batch", "4"], "one prompt at a time"),
-        (["--prompts", "absent.jsonl"], "own, copying, multilingual, humaneval"),
+        (["--prompts", "absent.jsonl"], "own, copying, code, maths, chat, multilingual, humaneval"),
         (["--count", "0"], "--count"),
         (["--batch", "0"], "--batch"),
         (["--repeat", "0"], "--repeat"),

@@ -54,7 +54,7 @@ def test_explore_every_interleaving_of_large_worlds(say: Callable[[str], None]) 
 
 def random_run(seed: int) -> tuple[int, int, int]:
     """Tokens that were checked, failed requests and aborted requests of one run."""
-    scope = scopes.long_text(seed, schedule=("parallel", "parallel", "sequential")[seed % 3])
+    scope = scopes.long_text(seed, schedule=("parallel", "auto", "sequential")[seed % 3])
     chooser = PriorityChooser(seed) if seed % 5 == 0 else RandomChooser(seed, fault_chance=0.02)
     if seed % 5 == 0:
         scope.faults.clear()  # type: ignore[attr-defined]  # by priority a fault would strike as soon as it may

@@ -27,6 +27,7 @@ def fingerprint(world: World) -> int:
         tuple(scheduler.running),
         tuple(state.request.request_id for state in scheduler.waiting),
         tuple(_request(state) for state in states.values()),
+        tuple(int(state.text.pace.weight) % 2 for state in states.values()) if world.scope.turns else (),
         tuple(sorted(world.finished)),
         tuple(world.finished[request_id].value for request_id in sorted(world.finished)),
         tuple(len(tokens) for tokens in world.emitted.values()),

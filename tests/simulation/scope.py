@@ -18,6 +18,7 @@ class Scope:
         max_tokens: tokens of each answer, at most.
         drafters: number of drafters.
         schedule: of every request; `"auto"` changes whenever a request comes or goes (`toy.FixedPolicy`).
+        turns: True if "auto" also changes after each pass of a request that runs alone.
         vocab_size: of the toy model.
         top: chance that the toy drafter's first candidate is right.
         seed: of the toy model.
@@ -40,6 +41,7 @@ class Scope:
     max_tokens: int = 3
     drafters: int = 1
     schedule: Schedule = "parallel"
+    turns: bool = False
     vocab_size: int = 3
     top: float = 0.6
     seed: int = 0

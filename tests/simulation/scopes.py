@@ -40,6 +40,9 @@ EXHAUSTIVE = [
     Scope("lost and repeated messages", max_tokens=5, faults={"lose": 1, "repeat": 1}, limits=SMALL),
     Scope("one after the other", max_tokens=6, schedule="sequential", faults={"kill": 1, "lose": 1}, limits=WIDE),
     Scope("schedules change", requests=2, max_tokens=3, schedule="auto", faults={"kill": 1}, limits=SMALL),
+    Scope("a schedule changes within an answer", max_tokens=5, schedule="auto", turns=True, limits=WIDE),
+    Scope("it changes, and messages are lost", schedule="auto", turns=True, faults={"lose": 1}),
+    Scope("it changes, and a draft dies", max_tokens=4, schedule="auto", turns=True, faults={"kill": 1}, limits=SMALL),
     Scope(
         "schedules change and messages are lost",
         requests=2,
@@ -115,4 +118,5 @@ def long_text(seed: int, *, schedule: str = "parallel") -> Scope:
     return Scope(
         f"long text {seed}", requests=3, max_tokens=60, drafters=2, schedule=schedule,  # type: ignore[arg-type]
         vocab_size=5, top=(0.3, 0.6, 0.9)[seed % 3], seed=seed, limits=limits, widths=(1, 1, 2, 2), faults=faults,
+        turns=schedule == "auto",
     )  # fmt: skip

@@ -250,20 +250,29 @@ class FixedPolicy:
         patience: seconds that a round waits for its draft.
         read: tokens of a text that a drafter reads at a time.
         late: whether it reads from the first token of the answer on, as on a device that it shares.
+        turns: whether a request that runs alone changes its schedule after each pass.
     """
 
     def __init__(
-        self, widths: tuple[int, ...] = (1, 1), patience: float = 1.0, read: int = 64, *, late: bool = False
+        self,
+        widths: tuple[int, ...] = (1, 1),
+        patience: float = 1.0,
+        read: int = 64,
+        *,
+        late: bool = False,
+        turns: bool = False,
     ) -> None:
         self._widths, self._patience, self._read, self._late = widths, patience, read, late
+        self._turns = turns
 
     def new_text(self) -> TextStats:
-        """Return statistics that no decision reads."""
-        return TextStats(Mean(), Mean())
+        """Return statistics whose `pace` counts the passes."""
+        return TextStats(Mean(), Mean(decay=1.0))
 
     def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
-        """Return `parallel` for one request, `sequential` for several."""
-        return "parallel" if len(texts) == 1 else "sequential"
+        """Return `parallel` for one request, unless it is its turn to change; `sequential` for several."""
+        turned = self._turns and int(texts[0].pace.weight) % 2 == 1
+        return "parallel" if len(texts) == 1 and not turned else "sequential"
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """Grant the fixed steps; a single one unless the schedule is `parallel`."""

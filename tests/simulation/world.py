@@ -39,7 +39,8 @@ class World:
         self.numbers = {name: i for i, name in enumerate(names, 1)}
         traits = [DrafterTraits(name, paced=True, from_model=True) for name in names]
         traits[-1] = replace(traits[-1], paced=scope.last_paced, from_model=scope.last_from_model)
-        self.core = Coordinator(traits, scope.limits, FixedPolicy(scope.widths, read=1, late=scope.text > 0))
+        policy = FixedPolicy(scope.widths, read=1, late=scope.text > 0, turns=scope.turns)
+        self.core = Coordinator(traits, scope.limits, policy)
         self.target: ToyTarget | None = ToyTarget(self.model)
         self.drafts = {name: Draft(ToyDrafter(self.model, name, self.numbers[name], text=scope.text)) for name in names}
         self.windows: tuple[m.Window, ...] | None = None
