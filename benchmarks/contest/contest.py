@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -44,6 +45,25 @@ GRID = [
     *(("sequential", Pins(*pins)) for pins in product((64,), (64,), (2, 4, 8, 16))),
 ]
 """Fixed settings of this engine that are tried in hindsight: schedule and pins (width, window, lead)."""
+
+CPU_GRID = [
+    ("plain", Pins()),
+    *(("sequential", Pins(1, lead + 1, lead)) for lead in (1, 2, 3, 4, 6, 8)),
+    *(("sequential", Pins(4, 16, lead)) for lead in (2, 4)),
+]
+"""The same where both models share the cores of a CPU."""
+
+CPU_BATCHES = (1, 2, 4, 8, 16)
+"""Numbers of concurrent requests on a CPU."""
+
+LENGTHS = (32, 128, 512)
+"""Tokens of answers that are written one after another."""
+
+ANSWERS = 16
+"""Answers of a cell on a CPU, at least; twice as many as requests at once."""
+
+SLOW, BURST = 2.0, 40
+"""Factor by which steps take longer on a slow host, and steps of the target before it changes."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +185,47 @@ def shared_cell(name: str, traces: Sequence[Trace], device: Device) -> list[Row]
     ]
 
 
+def slow_host(costs: Costs) -> Costs:
+    """Return step times on a host whose other work comes and goes: `BURST` passes, then as many that take longer."""
+    passes = itertools.count()
+    factor = 1.0
+
+    def target(rows: int) -> float:
+        nonlocal factor
+        factor = SLOW if next(passes) // BURST % 2 else 1.0
+        return factor * costs.target(rows)
+
+    return Costs(draft=lambda rows: factor * costs.draft(rows), target=target)
+
+
+def cpu_cell(
+    name: str, traces: Sequence[Trace], device: Device, count: int, tokens: int, *, slow: bool = False
+) -> list[Row]:
+    """Run answers of so many tokens on a CPU, `count` at once, the next one when an answer ends."""
+    text = joined(traces, tokens * max(ANSWERS, 2 * count))
+    texts = [cut(text, start, tokens) for start in range(0, len(text.token_ids) - tokens + 1, tokens)]
+    texts = [*itertools.islice(itertools.cycle(texts), max(ANSWERS, 2 * count))]
+    limits = Limits(max_num_seqs=count)
+
+    def run(schedule: Schedule, pins: Pins | None = None) -> float:
+        costs = slow_host(costs_of(device)) if slow else costs_of(device)
+        policy = controller(pins, shared_device=True, limits=limits)
+        return card(texts, costs, schedule, policy, limits=limits, num_slots=CPU_SLOTS)
+
+    plain = run("plain")
+    best, schedule, pins = max(((run(s, p), s, p) for s, p in CPU_GRID), key=lambda entry: entry[0])  # type: ignore[arg-type]
+    title = f"{name}, {count} at once on a CPU, {tokens} tokens{', slow host' if slow else ''}"
+    found = {"plain": ("", plain), "card-fixed": (f"{schedule}, lead {pins.lead}", best), "card": ("", run("auto"))}
+    return [Row(title, device.ratio, m, setting, speed / plain, device.ratio) for m, (setting, speed) in found.items()]
+
+
+def cut(trace: Trace, start: int, tokens: int) -> Trace:
+    """Return a part of a trace."""
+    stop = start + tokens
+    parts = (getattr(trace, name)[start:stop] for name in ("token_ids", "draft_ids", "draft_logs"))
+    return Trace(trace.prompt_ids, *parts)
+
+
 def batch_cell(name: str, traces: Sequence[Trace], device: Device, c: float, count: int) -> list[Row]:
     """Run several requests at once, verified together."""
     costs = costs_of(device, c)
@@ -189,6 +250,8 @@ def contest(kinds: dict[str, list[Trace]], gpu: Device, cpu: Device, ratios: Seq
             *((cell, (name, kinds[name], trees[name], gpu, c)) for name, c in product(kinds, ratios)),
             *((shared_cell, (name, kinds[name], cpu)) for name in kinds),
             *((batch_cell, (name, kinds[name], gpu, 8.0, count)) for name, count in product(kinds, BATCHES)),
+            *((cpu_cell, (name, kinds[name], cpu, count, 128)) for name, count in product(kinds, CPU_BATCHES)),
+            *((cpu_cell, (name, kinds[name], cpu, 1, tokens)) for name, tokens in product(kinds, LENGTHS)),
         ]
         try:
             for future in [pool.submit(job, *args) for job, args in jobs]:

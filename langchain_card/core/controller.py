@@ -6,7 +6,6 @@ Its currency is the engine's own time per token: a step or a row that takes `t` 
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -246,11 +245,16 @@ class Controller:
             return SAVED_PRIOR * plain / count**2  # what one of them finds out, all know
         if load.schedule == "parallel":
             return plain / count - self.seconds_a_token(load, text.hits.value, costs)
-        right, times = min(text.hits.value, MAX_HITS), list[float]()
-        for lead, sharing in itertools.product(range(1, self.limits.max_lead + 1), (1, count)):
-            more = costs.target.at(count + sharing * lead) - plain + lead * costs.draft.at(sharing)
-            times.append((plain / count + more / sharing) / _chain(right, lead))
-        return plain / count / text.pace.value - min(times) * costs.per_expected.value
+        right, best = min(text.hits.value, MAX_HITS), math.inf
+        for sharing in {1, count}:
+            step, last = costs.draft.at(sharing), math.inf
+            for lead in range(1, self.limits.max_lead + 1):
+                more = costs.target.at(count + sharing * lead) - plain + lead * step
+                time = (plain / count + more / sharing) / _chain(right, lead)
+                if time > last:
+                    break
+                best, last = min(best, time), time
+        return plain / count / text.pace.value - best * costs.per_expected.value
 
     def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
         """Weigh a draft step by measured times and hits.

@@ -162,6 +162,7 @@ class Coordinator:
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
         state.text.pace.add(len(tokens))
+        self.scheduler.note_length(state)
         self._passes.add(verdict, len(tokens), now)
         state.stats.add_round(verdict, len(tokens), window.sources, accepted, hit, now)
         state.stats.rescued += sum(verdict.target_ids[row] != token for row, token in zip(rows, tokens))  # noqa: B905

@@ -17,6 +17,7 @@ class Scheduler:
         running: states by request id, in order of admission.
         capacity: requests that may run at once; lowered when the target runs out of memory, and raised again later.
         ended: number of requests that have ended.
+        longest: length of the longest running text, its answer included.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -25,13 +26,14 @@ class Scheduler:
         self.running: dict[int, RequestState] = {}
         self.capacity = limits.num_seqs
         self.ended = 0
+        self.longest = 0
 
     def copy(self) -> Scheduler:
         """Return an independent copy."""
         copied = Scheduler(self.limits)
         copied.waiting = deque(state.copy() for state in self.waiting)
         copied.running = {request_id: state.copy() for request_id, state in self.running.items()}
-        copied.capacity, copied.ended = self.capacity, self.ended
+        copied.capacity, copied.ended, copied.longest = self.capacity, self.ended, self.longest
         return copied
 
     def admit(self) -> RequestState | None:
@@ -41,7 +43,12 @@ class Scheduler:
             return None
         self.waiting.remove(state)
         self.running[state.request.request_id] = state
+        self.note_length(state)
         return state
+
+    def note_length(self, state: RequestState) -> None:
+        """Note that a running text has grown."""
+        self.longest = max(self.longest, state.length)
 
     def in_the_way(self) -> RequestState | None:
         """Return a running request whose consumer does not read while another request waits for its place, or None."""
@@ -59,8 +66,14 @@ class Scheduler:
 
     def put_back(self, state: RequestState) -> None:
         """Move a running request to the head of the queue; it is admitted next, once its consumer reads."""
-        del self.running[state.request.request_id]
+        self._remove(state)
         self.waiting.appendleft(state)
+
+    def _remove(self, state: RequestState) -> bool:
+        """Remove a request from the running ones; return whether it was one of them."""
+        was_running = self.running.pop(state.request.request_id, None) is not None
+        self.longest = max((other.length for other in self.running.values()), default=0)
+        return was_running
 
     def verifiable(self) -> list[RequestState]:
         """Return the requests that may be verified; a request with which the target has failed is tried alone."""
@@ -76,11 +89,6 @@ class Scheduler:
         """Return the load under which decisions for this request are made."""
         return Load(state.schedule, len(self.running), self.longest)
 
-    @property
-    def longest(self) -> int:
-        """Length of the longest running text, its answer included."""
-        return max((state.length for state in self.running.values()), default=0)
-
     def unpause(self) -> None:
         """Let every request go on, even if its consumer does not read."""
         for state in (*self.running.values(), *self.waiting):
@@ -94,7 +102,7 @@ class Scheduler:
 
     def end(self, state: RequestState) -> bool:
         """Remove a request for good; return whether it was running."""
-        was_running = self.running.pop(state.request.request_id, None) is not None
+        was_running = self._remove(state)
         if was_running:
             self.capacity = min(self.capacity + 1, self.limits.num_seqs)
         else:

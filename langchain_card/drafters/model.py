@@ -32,7 +32,7 @@ from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.sampling import Sampler
+from langchain_card.runtime.sampling import Sampler, likeliest
 
 CATCH_UP_ROWS = 16
 """Committed tokens up to this many are read together with the next step; more are read like a prompt."""
@@ -282,11 +282,11 @@ class ModelDrafter:
         if not sequence.sampler.idle:  # penalties, bias and bans may name a token that a cut head leaves out
             logits = F.pad(logits, (0, self._vocab_size - logits.shape[1]), value=-math.inf)
         scores = sequence.sampler.scores(logits, token_paths)
-        top = scores.topk(self._num_children, dim=-1)
+        values, token_ids = likeliest(scores, self._num_children)
         if sequence.ranks is None:
-            chances = top.values - scores.logsumexp(dim=-1, keepdim=True)
+            chances = values - scores.logsumexp(dim=-1, keepdim=True)
             if self._vocabulary is not None:  # the chance of tokens that only the draft has belongs to no child
                 chances = chances + self._vocabulary.share(own_logits)
         else:
-            chances = torch.tensor(sequence.ranks.log_chances(), dtype=top.values.dtype, device=top.values.device)
-        return chances.where(top.values > -math.inf, -math.inf), top.indices
+            chances = torch.tensor(sequence.ranks.log_chances(), dtype=values.dtype, device=values.device)
+        return chances.where(values > -math.inf, -math.inf), token_ids

@@ -20,7 +20,7 @@ from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.sampling import Sampler, token_logprobs
+from langchain_card.runtime.sampling import Sampler, choose, token_logprobs
 
 LOAD_BLOCKS = 4
 """Blocks of prefixes that one pass loads if other sequences wait for it: some 30 ms of the built-in target's."""
@@ -238,18 +238,15 @@ class TargetWorker:
 def _choose(
     verified: Sequence[_Due], logits: Tensor
 ) -> tuple[list[tuple[int, ...]], list[bool], list[tuple[TokenLogprob, ...]]]:
-    """Return for each window the target's tokens, whether a grammar forced an early end, and log-probabilities.
-
-    The tokens of all windows are copied from the device together.
-    """
+    """Return for each window the target's tokens, whether a grammar forced an early end, and log-probabilities."""
     sizes = [len(window.token_ids) for _, window in verified]
     paths = [path_tokens(window.token_ids, row_paths(window.parents)) for _, window in verified]
     by_window = torch.split(logits, sizes)
-    chosen = [
-        sequence.sampler.scores(window_logits, window_paths).argmax(dim=-1)
+    scores = [
+        sequence.sampler.scores(window_logits, window_paths)
         for (sequence, _), window_logits, window_paths in zip(verified, by_window, paths, strict=True)
     ]
-    flat = torch.cat(chosen).tolist() if chosen else []
+    flat = choose(scores)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     target_ids = [tuple(flat[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
     closed = [False] * len(verified)

@@ -26,6 +26,42 @@ NUCLEUS_WIDTH = 1024
 """Number of tokens that are sorted to find a nucleus; a row with a larger nucleus is sorted whole."""
 
 
+PIECE = 128
+"""Scores of a row whose highest is looked at together, by `likeliest`."""
+
+
+def choose(scores: Sequence[Tensor]) -> list[int]:
+    """Return the token with the highest score of each row of all tensors, in order; of equal scores, the first.
+
+    Tokens are copied from a device together. On a CPU, NumPy searches ten times as fast as torch 2.13.
+    """
+    if all(rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64) for rows in scores):
+        return [token for rows in scores for token in rows.numpy().argmax(axis=-1).tolist()]
+    return torch.cat([rows.argmax(dim=-1) for rows in scores]).tolist()
+
+
+def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the highest scores [rows, count] and their tokens, highest first.
+
+    On a CPU, only the pieces of a row with the highest maxima are sorted, because `topk` over a vocabulary is slow
+    there. The highest scores of a row lie in as many pieces at most.
+    """
+    vocabulary = scores.shape[-1]
+    if scores.device.type != "cpu" or vocabulary < 2 * PIECE * count:
+        values, token_ids = scores.topk(count, dim=-1)
+        return values, token_ids
+    whole = vocabulary // PIECE
+    pieces = scores[:, : whole * PIECE].reshape(len(scores), whole, PIECE)
+    best = pieces.amax(dim=-1).topk(count, dim=-1).indices
+    starts = (best * PIECE).unsqueeze(-1) + torch.arange(PIECE, device=scores.device)
+    token_ids = starts.flatten(1)
+    if rest := vocabulary - whole * PIECE:
+        last = torch.arange(vocabulary - rest, vocabulary, device=scores.device)
+        token_ids = torch.cat([token_ids, last.expand(len(scores), rest)], dim=-1)
+    values, places = scores.gather(-1, token_ids).topk(count, dim=-1)
+    return values, token_ids.gather(-1, places)
+
+
 class Sampler:
     """The processors of one request: logits become scores, and the argmax of the scores is the token.
 

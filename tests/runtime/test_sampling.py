@@ -16,7 +16,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Budget
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.sampling import NUCLEUS_WIDTH, Sampler, gumbel_noise, token_logprobs
+from langchain_card.runtime.sampling import NUCLEUS_WIDTH, Sampler, choose, gumbel_noise, likeliest, token_logprobs
 from tests.support import naive, tiny
 
 VOCAB = 5000
@@ -277,3 +277,23 @@ def test_a_committed_node_tells_the_rank_of_its_child() -> None:
     assert tree.apply(0, [8]).ranks == [1]
     assert tree.apply(1, [6]).ranks == [None], "expanded, and none of its children came true"
     assert tree.apply(2, [6, 7]).ranks == [], "nothing was expanded"
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 128 * 24, 128 * 24 + 77, 151_936])
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_likeliest_are_those_of_the_whole_row(vocabulary: int, count: int) -> None:
+    scores = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    scores[1, :5], scores[2, -5:], scores[3, 200:208] = 9.0, torch.arange(5) + 8.0, 7.0
+    scores[4] = -math.inf
+    scores[4, 300] = 1.0  # a grammar that leaves one
+    values, token_ids = likeliest(scores, count)
+    assert torch.equal(values, scores.topk(count, dim=-1).values)
+    assert torch.equal(scores.gather(-1, token_ids), values)
+    assert all(len({*row}) == count for row in token_ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_first_of_equal_scores_is_chosen(dtype: torch.dtype) -> None:
+    scores = [torch.zeros(2, 300, dtype=dtype), torch.full((1, 300), -math.inf, dtype=dtype)]
+    scores[0][1, [70, 200]] = 1.0
+    assert choose(scores) == [0, 70, 0] and choose([]) == []
