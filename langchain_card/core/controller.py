@@ -33,6 +33,9 @@ READ_STEPS = 0.5
 SAVED_PRIOR = 0.3
 """Share of a token's time that a draft is expected to save before that was measured, and when it is measured again."""
 
+CAUTION = 1.25
+"""Times that a token of a batch must be worth its cost: most gains are small there, and estimates err."""
+
 LENGTH_CLASS = 2048
 """Texts below this length, below twice that, below four times that, ... have costs of their own."""
 
@@ -107,28 +110,27 @@ class Controller:
     def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster.
 
-        There, the first requests run `sequential`, which keeps no cores from the target. An answer that is written
-        alone is also a trial: for a few rounds it runs the other schedule, in the first answer, and then again after
-        8, 16, 32, ... answers.
+        There, several requests run `sequential`: they share draft steps, and their passes want all cores. So do the
+        first answers that are written alone. Such an answer is also a trial: for a few rounds it runs the other
+        schedule, in the first answer, and then again after 8, 16, 32, ... answers.
         """
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
-        num_seqs = len(texts)
-        if current is None or num_seqs > 1:
+        if current is None or len(texts) > 1:
             self._rounds, self._trial = 0, None
         elif self._trial is not None and self._rounds <= TRIAL_AFTER + TRIAL_ROUNDS:
             return current
-        expected = self._expected(texts, positions)
+        if len(texts) > 1:
+            return "sequential"
+        expected = self._expected(texts[0], positions)
         usual = self._trial or current
-        best: Schedule = "sequential" if usual is None or num_seqs > 1 else usual
+        best: Schedule = usual or "sequential"
         if known := all(expected.values()):
             if usual in expected:
                 expected[usual] *= STAY
             best = min(self.trials, key=expected.__getitem__)
         self._trial = None
-        if num_seqs == 1 and self._rounds == TRIAL_AFTER:
-            return self._try(best, known)
-        return best
+        return self._try(best, known) if self._rounds == TRIAL_AFTER else best
 
     def _try(self, best: Schedule, known: bool) -> Schedule:
         """Return the other schedule if it is due, or was never measured; else the best."""
@@ -140,18 +142,17 @@ class Controller:
         self._rounds += 1
         return tried
 
-    def _expected(self, texts: Sequence[TextStats], positions: int) -> dict[Schedule, float]:
+    def _expected(self, text: TextStats, positions: int) -> dict[Schedule, float]:
         """Return the expected time per token under both schedules, by step times of one load that both have run.
 
         The step times of a short text under one schedule say nothing about those of a long text under the other.
         """
-        loads = [Load(schedule, len(texts), positions) for schedule in self.trials]
+        loads = [Load(schedule, 1, positions) for schedule in self.trials]
         comparable = [key for key, costs in self.costs.items() if costs.comparable]
         common = set.intersection(*({key[1:] for key in comparable if key[0] == load.schedule} for load in loads))
         nearest = min(common, key=lambda key: _distance(key, loads[0]), default=None)
         keys = [None if nearest is None else (schedule, *nearest) for schedule in self.trials]
-        costs = [None if key is None else self.costs[key] for key in keys]
-        hits = statistics.fmean(text.hits.value for text in texts)
+        costs, hits = [None if key is None else self.costs[key] for key in keys], text.hits.value
         return {load.schedule: self.seconds_a_token(load, hits, own) for load, own in zip(loads, costs, strict=True)}
 
     def seconds_a_token(self, load: Load, hits: float | None = None, costs: CostModel | None = None) -> float:
@@ -198,7 +199,7 @@ class Controller:
         alike: what it gains for one, relative to that one's speed, it does not lose for the others.
         """
         price = costs.per_token.value
-        return price if load.num_seqs == 1 else price * costs.pace.value / text.pace.value
+        return price if load.num_seqs == 1 else price * costs.pace.value / text.pace.value / CAUTION
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """Grant steps without a pause under `parallel`, after a miss narrow ones first; else grant a single step.
@@ -231,7 +232,8 @@ class Controller:
         if not price:
             return FIRST_READ
         expected = min(left, max(self.answers.value - written, written))
-        pays = expected * self._saved(load, text, costs) > unread * price
+        caution = 1.0 if load.num_seqs == 1 else CAUTION
+        pays = expected * self._saved(load, text, costs) > unread * price * caution
         return max(LEAST_READ, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0
 
     def _saved(self, load: Load, text: TextStats, costs: CostModel) -> float:

@@ -227,7 +227,7 @@ def test_auto_changes_with_the_number_of_requests() -> None:
     policy = measured((0.06, 0.14, 0.02), (0.055, 0.09, 0.015), hits=9)
     assert auto(policy, 1, None) == "parallel"
     assert auto(policy, 1, "parallel") == "parallel"
-    assert auto(policy, 16, "parallel") == "sequential", "a pass over many rows wants all cores"
+    assert auto(policy, 16, "parallel") == "sequential", "they share draft steps, and passes want all cores"
     assert auto(policy, 16, "sequential") == "sequential"
     assert auto(policy, 1, "sequential") == "parallel", "the last one of a batch"
     assert auto(policy, 1, "parallel") == "parallel"
@@ -298,11 +298,11 @@ def test_a_schedule_whose_draft_only_read_counts_as_plain_decoding() -> None:
 
 
 def test_auto_does_not_change_for_little() -> None:
-    policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.0017), hits=9)
-    better, worse = (policy.seconds_a_token(Load(schedule, 2)) for schedule in ("sequential", "parallel"))
+    policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.003), hits=9)
+    better, worse = (policy.seconds_a_token(Load(schedule)) for schedule in ("sequential", "parallel"))
     assert STAY * worse < better < worse
-    assert auto(policy, 2, "parallel") == "parallel"
-    assert auto(policy, 2, None) == "sequential"
+    assert auto(policy, 1, "parallel") == "parallel"
+    assert auto(policy, 1, None) == "sequential"
 
 
 def test_several_requests_that_begin_where_nothing_is_known_have_all_cores() -> None:
