@@ -196,10 +196,13 @@ class Controller:
         """Return the seconds that one more token of a text is worth: as many as all answers take to write one.
 
         With several requests, a token is worth more the slower its own answer is written. So a pass serves all of them
-        alike: what it gains for one, relative to that one's speed, it does not lose for the others.
+        alike: what it gains for one, relative to that one's speed, it does not lose for the others. There, a token is
+        never worth more than without a draft, where each takes its share of a pass.
         """
-        price = costs.per_token.value
-        return price if load.num_seqs == 1 else price * costs.pace.value / text.pace.value / CAUTION
+        price, count = costs.per_token.value, load.num_seqs
+        if count == 1:
+            return price
+        return min(price, costs.target.at(count) / count) * costs.pace.value / text.pace.value / CAUTION
 
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """Grant steps without a pause under `parallel`, after a miss narrow ones first; else grant a single step.

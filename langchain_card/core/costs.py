@@ -182,9 +182,9 @@ class CostModel:
         self.has_read: bool = alike is not None and alike.has_read
         self.per_token: Mean = Mean(prior=self.target.at(num_seqs) / num_seqs)
         self.pace: Mean = Mean(prior=1.0)
-        self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, SIZE_DECAY) if alike is None else alike.per_expected.copy()
+        self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, SIZE_DECAY)
         if alike is not None and alike.num_seqs == num_seqs:
-            self.per_token = alike.per_token.copy()
+            self.per_token, self.per_expected = alike.per_token.copy(), alike.per_expected.copy()
         self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
         self.window_probe = Probe()
 
