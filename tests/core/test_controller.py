@@ -420,7 +420,7 @@ def test_what_nobody_knows_is_found_out_by_one_answer_alone() -> None:
         policy.observe_pass(load, [TEXT] * num_seqs, num_seqs, num_seqs, 0.1, None)
         for _ in range(2):
             policy.observe_reading(load, 100, 0.2)
-        assert bool(policy.read_budget(load, TEXT, 150, 20, 100)) is reads
+        assert bool(policy.read_budget(load, TEXT, 60, 20, 100)) is reads
 
 
 def test_step_times_of_few_rows_are_kept_apart() -> None:
