@@ -110,7 +110,6 @@ PEER_OPTIONS: dict[str, PeerOptions] = {
     },
     "openvino": {"PERFORMANCE_HINT": "LATENCY"},
     "openvino-lookup": {"PERFORMANCE_HINT": "LATENCY", "num_assistant_tokens": 2, "max_ngram_size": 2},
-    "openvino-batching": {"PERFORMANCE_HINT": "LATENCY"},
 }
 """Options of the peers that can be tuned.
 

@@ -15,6 +15,7 @@ from typing import cast
 
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.costs import ROW_COST, SIZE_DECAY, Calibration, CostModel, Mean, Probe
+from langchain_card.core.expected import seconds_by_model, with_a_chain
 from langchain_card.core.frontier import Frontier
 from langchain_card.core.policy import DraftGrant, Load, TextStats
 
@@ -59,9 +60,6 @@ HITS_WEIGHT = 10.0
 
 PACE_WEIGHT = 4.0
 """Passes of a new text that one token a pass is worth."""
-
-MAX_HITS = 0.99
-"""A draft's first guess is expected to be right at most so often."""
 
 ALL_DECAY = 0.998
 """Weight of the past for the hits of all texts."""
@@ -159,7 +157,7 @@ class Controller:
         """Return the expected time per token of all answers; 0 before steps were measured.
 
         Texts differ more than schedules do, so comparing the speeds of two answers would tell little. So speeds are
-        compared with what step times and hits let expect of their own text (`_modelled`), over many passes.
+        compared with what step times and hits let expect of their own text (`core.expected`), over many passes.
 
         Args:
             load: the load that runs.
@@ -168,29 +166,7 @@ class Controller:
         """
         costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
         hits = self.usual_hits.value if hits is None else hits
-        return self._modelled(load, hits, costs) * costs.per_expected.value
-
-    def _modelled(self, load: Load, hits: float, costs: CostModel) -> float:
-        """Return the time per token that step times and hits alone let expect; 0 before they were measured.
-
-        A pass verifies a chain of `lead` candidates, each right as often as the draft's first guess is. Drafting it
-        takes time of its own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A
-        draft whose reading does not pay drafts nothing: the target decodes alone.
-        """
-        (schedule, num_seqs, _), right = load, min(hits, MAX_HITS)
-        if not costs.comparable:
-            return 0.0
-        if not (step := costs.draft.at(num_seqs)):
-            return costs.target.at(num_seqs) / num_seqs
-        times = []
-        for lead in range(1 if schedule == "parallel" else 0, self.limits.max_lead + 1):
-            tokens = _chain(right, lead)
-            elapsed = costs.target.at(num_seqs * (lead + 1))
-            if schedule == "parallel":
-                times.append(max(elapsed, lead * step) / (1 + right * (tokens - 1)))
-            else:
-                times.append((elapsed + lead * step) / tokens)
-        return min(times) / num_seqs
+        return seconds_by_model(load, hits, costs, self.limits.max_lead) * costs.per_expected.value
 
     def _price(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the seconds that one more token of a text is worth: as many as all answers take to write one.
@@ -242,24 +218,16 @@ class Controller:
     def _saved(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the seconds that each token of a text takes less if the draft works for it, as far as is known.
 
-        Under `sequential`, a chain of candidates adds its rows to a pass, and its draft steps before it. Either all
-        requests share these steps, or this one has them alone.
+        Before it is known, one answer alone finds it out, rather than each of a batch.
         """
-        plain, count = costs.target.at(load.num_seqs), load.num_seqs
+        count, hits = load.num_seqs, text.hits.value
+        plain = costs.target.at(count) / count
         if not costs.known or (costs.draft_probe.due and count == 1):
-            return SAVED_PRIOR * plain / count**2  # what one of them finds out, all know
+            return SAVED_PRIOR * plain / count  # what one of them finds out, all know
         if load.schedule == "parallel":
-            return plain / count - self.seconds_a_token(load, text.hits.value, costs)
-        right, best = min(text.hits.value, MAX_HITS), math.inf
-        for sharing in {1, count}:
-            step, last = costs.draft.at(sharing), math.inf
-            for lead in range(1, self.limits.max_lead + 1):
-                more = costs.target.at(count + sharing * lead) - plain + lead * step
-                time = (plain / count + more / sharing) / _chain(right, lead)
-                if time > last:
-                    break
-                best, last = min(best, time), time
-        return plain / count / text.pace.value - best * costs.per_expected.value
+            return plain - self.seconds_a_token(load, hits, costs)
+        drafted = with_a_chain(count, hits, costs, self.limits.max_lead) * costs.per_expected.value
+        return plain / text.pace.value - drafted
 
     def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
         """Weigh a draft step by measured times and hits.
@@ -339,7 +307,7 @@ class Controller:
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
             hits = statistics.fmean(text.hits.value for text in texts)
-            if drafted and costs.known and (expected := self._modelled(load, hits, costs)):
+            if drafted and costs.known and (expected := seconds_by_model(load, hits, costs, self.limits.max_lead)):
                 costs.observe_expected(since_last / tokens / expected, tokens)
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
@@ -389,11 +357,6 @@ class Controller:
     def _measured(self, schedule: Schedule) -> list[tuple[Schedule, int, int]]:
         """Return the keys of the loads whose steps were measured under a schedule."""
         return [key for key, costs in self.costs.items() if key[0] == schedule and costs.known]
-
-
-def _chain(right: float, lead: int) -> float:
-    """Return the tokens that a pass yields over a chain of `lead` candidates, each of which is `right` so often."""
-    return (1 - right ** (lead + 1)) / (1 - right)
 
 
 def _key(load: Load) -> tuple[Schedule, int, int]:
