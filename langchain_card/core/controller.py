@@ -14,8 +14,16 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from langchain_card.config import Limits, Pins, Schedule
-from langchain_card.core.costs import ROW_COST, SIZE_DECAY, Calibration, CostModel, Mean, Probe
-from langchain_card.core.expected import seconds_by_model, with_a_chain
+from langchain_card.core.costs import (
+    ROW_COST,
+    SIZE_DECAY,
+    Calibration,
+    CostModel,
+    Mean,
+    Probe,
+    seconds_by_model,
+    with_a_chain,
+)
 from langchain_card.core.frontier import Frontier
 from langchain_card.core.policy import DraftGrant, Load, TextStats
 
@@ -157,7 +165,7 @@ class Controller:
         """Return the expected time per token of all answers; 0 before steps were measured.
 
         Texts differ more than schedules do, so comparing the speeds of two answers would tell little. So speeds are
-        compared with what step times and hits let expect of their own text (`core.expected`), over many passes.
+        compared with what step times and hits let expect of their own text, over many passes.
 
         Args:
             load: the load that runs.
@@ -166,7 +174,11 @@ class Controller:
         """
         costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
         hits = self.usual_hits.value if hits is None else hits
-        return seconds_by_model(load, hits, costs, self.limits.max_lead) * costs.per_expected.value
+        return self._by_model(load, hits, costs) * costs.per_expected.value
+
+    def _by_model(self, load: Load, hits: float, costs: CostModel) -> float:
+        parallel = load.schedule == "parallel"
+        return seconds_by_model(costs, load.num_seqs, hits, self.limits.max_lead, parallel=parallel)
 
     def _price(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the seconds that one more token of a text is worth: as many as all answers take to write one.
@@ -226,7 +238,7 @@ class Controller:
             return SAVED_PRIOR * plain / count  # what one of them finds out, all know
         if load.schedule == "parallel":
             return plain - self.seconds_a_token(load, hits, costs)
-        drafted = with_a_chain(count, hits, costs, self.limits.max_lead) * costs.per_expected.value
+        drafted = with_a_chain(costs, count, hits, self.limits.max_lead) * costs.per_expected.value
         return plain / text.pace.value - drafted
 
     def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
@@ -307,7 +319,7 @@ class Controller:
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
             hits = statistics.fmean(text.hits.value for text in texts)
-            if drafted and costs.known and (expected := seconds_by_model(load, hits, costs, self.limits.max_lead)):
+            if drafted and costs.known and (expected := self._by_model(load, hits, costs)):
                 costs.observe_expected(since_last / tokens / expected, tokens)
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
