@@ -232,8 +232,8 @@ MAX_HITS = 0.99
 def seconds_by_model(costs: CostModel, num_seqs: int, hits: float, max_lead: int, *, parallel: bool) -> float:
     """Return the expected time per token of all answers, by step times and hits alone; 0 before steps were measured.
 
-    Each answer drafts a chain of candidates, which are right as often as the draft's first guess is. Drafting takes time
-    of its own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A draft whose
+    Each answer drafts a chain of candidates, which are right as often as the draft's first guess is. Drafting takes
+    time of its own under `sequential`, and overlaps the passes under `parallel`, where a miss wastes it. A draft whose
     reading does not pay drafts nothing: the target decodes alone.
 
     Args:
