@@ -250,8 +250,6 @@ def contest(kinds: dict[str, list[Trace]], gpu: Device, cpu: Device, ratios: Seq
             *((cell, (name, kinds[name], trees[name], gpu, c)) for name, c in product(kinds, ratios)),
             *((shared_cell, (name, kinds[name], cpu)) for name in kinds),
             *((batch_cell, (name, kinds[name], gpu, 8.0, count)) for name, count in product(kinds, BATCHES)),
-            *((cpu_cell, (name, kinds[name], cpu, count, 128)) for name, count in product(kinds, CPU_BATCHES)),
-            *((cpu_cell, (name, kinds[name], cpu, 1, tokens)) for name, tokens in product(kinds, LENGTHS)),
         ]
         try:
             for future in [pool.submit(job, *args) for job, args in jobs]:

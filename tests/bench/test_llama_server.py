@@ -154,8 +154,12 @@ def test_options_and_files_are_on_its_command_line(program: Callable[[str], Path
     with contextlib.closing(LlamaServer("llama-server-draft", pair, options=options)) as started:
         said = " ".join(started._arguments)
         assert started.weights == "Q4_1 of the file, draft Q4_1 of the file"
-    assert "--spec-type draft-simple" in said and "--spec-draft-n-max 7" in said and "--ctx-size 512" in said
-    assert "--no-kv-offload --mlock --" in said and "--spec-draft-model" in said and "--parallel 1" in said
+    assert "--spec-type draft-simple" in said and "--spec-draft-n-max 7" in said
+    assert (
+        "--no-kv-offload --mlock --" in said
+        and "--spec-draft-model" in said
+        and (started._slots, started._max_len) == (1, 512)
+    )
     assert said.count(".gguf") == 2
 
 
