@@ -169,7 +169,7 @@ def test_speculation_is_switched_on_where_a_method_promises_it() -> None:
     assert types["llama-server"] == {""} and types["llama-server-draft"] == {"draft-simple"}
     assert all(kind.startswith("ngram-") for kind in types["llama-server-ngram"])
     assert "draft-simple" in types["llama-server-both"] and len(types["llama-server-both"]) == 2
-    assert {name for name, kind in PEERS.items() if kind.weights == "gguf"} == {*PEER_OPTIONS}
+    assert {name for name, kind in PEERS.items() if kind.weights == "gguf"} == {*PEER_OPTIONS, "openvino-batching"}
 
 
 def test_a_server_that_dies_says_why_and_leaves_nothing(program: Callable[[str], Path]) -> None:
