@@ -53,11 +53,12 @@ CPU_GRID = [
 ]
 """The same where both models share the cores of a CPU."""
 
-CPU_BATCHES = (1, 2, 4, 8, 16)
-"""Numbers of concurrent requests on a CPU."""
-
-LENGTHS = (32, 128, 512)
-"""Tokens of answers that are written one after another."""
+CPU_CELLS = [
+    *((count, 128, False) for count in (1, 2, 4, 8, 16)),
+    *((1, tokens, False) for tokens in (32, 512)),
+    *((count, 128, True) for count in (1, 4)),
+]
+"""Cells on a CPU: requests at once, tokens of an answer, and whether the host has other work."""
 
 ANSWERS = 16
 """Answers of a cell on a CPU, at least; twice as many as requests at once."""
@@ -198,10 +199,9 @@ def slow_host(costs: Costs) -> Costs:
     return Costs(draft=lambda rows: factor * costs.draft(rows), target=target)
 
 
-def cpu_cell(
-    name: str, traces: Sequence[Trace], device: Device, count: int, tokens: int, *, slow: bool = False
-) -> list[Row]:
+def cpu_cell(name: str, traces: Sequence[Trace], device: Device, count: int, tokens: int, slow: bool) -> list[Row]:
     """Run answers of so many tokens on a CPU, `count` at once, the next one when an answer ends."""
+    tokens = min(tokens, sum(len(trace.token_ids) for trace in traces))
     text = joined(traces, tokens * max(ANSWERS, 2 * count))
     texts = [cut(text, start, tokens) for start in range(0, len(text.token_ids) - tokens + 1, tokens)]
     texts = [*itertools.islice(itertools.cycle(texts), max(ANSWERS, 2 * count))]
@@ -214,7 +214,7 @@ def cpu_cell(
 
     plain = run("plain")
     best, schedule, pins = max(((run(s, p), s, p) for s, p in CPU_GRID), key=lambda entry: entry[0])  # type: ignore[arg-type]
-    title = f"{name}, {count} at once on a CPU, {tokens} tokens{', slow host' if slow else ''}"
+    title = f"{name}, {count} at once, {tokens} tokens{' on a slow host' if slow else ''}"
     found = {"plain": ("", plain), "card-fixed": (f"{schedule}, lead {pins.lead}", best), "card": ("", run("auto"))}
     return [Row(title, device.ratio, m, setting, speed / plain, device.ratio) for m, (setting, speed) in found.items()]
 
@@ -250,6 +250,7 @@ def contest(kinds: dict[str, list[Trace]], gpu: Device, cpu: Device, ratios: Seq
             *((cell, (name, kinds[name], trees[name], gpu, c)) for name, c in product(kinds, ratios)),
             *((shared_cell, (name, kinds[name], cpu)) for name in kinds),
             *((batch_cell, (name, kinds[name], gpu, 8.0, count)) for name, count in product(kinds, BATCHES)),
+            *((cpu_cell, (name, kinds[name], cpu, *setting)) for name, setting in product(kinds, CPU_CELLS)),
         ]
         try:
             for future in [pool.submit(job, *args) for job, args in jobs]:

@@ -33,7 +33,7 @@ def plot(rows: Sequence[Row], runs: Sequence[Change], path: Path) -> None:
         runs: with a sudden change.
         path: of the picture. Its suffix names the format.
     """
-    kinds = list(dict.fromkeys(row.trace for row in rows if row.method == "card-fixed"))
+    kinds = list(dict.fromkeys(row.trace for row in rows if row.method == "tree"))
     figure, panels = plots.panels(15, 9.5, 2, max(len(kinds), len(runs)))
     for panel, kind in zip(panels[0], kinds, strict=False):
         _draw_kind(panel, [row for row in rows if row.trace == kind])

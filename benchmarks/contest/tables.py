@@ -29,7 +29,7 @@ def main() -> None:
         cells.setdefault((row["trace"], row["c"]), {})[row["method"]] = row
     kinds = {trace for trace, _ in cells if ", " not in trace}
     text = [table_of_kind(kind, cells) for kind in sorted(kinds)]
-    text += [shared(cells), batches(cells)]
+    text += [shared(cells), on_a_cpu(cells), batches(cells)]
     page = DOCS / "performance.md"
     before, rest = page.read_text().split(BEGIN)
     page.write_text(before + BEGIN + "\n\n" + "\n\n".join(text) + "\n\n" + END + rest.split(END)[1])
@@ -63,8 +63,23 @@ def shared(cells: Cells) -> str:
     return "\n".join(lines)
 
 
+def on_a_cpu(cells: Cells) -> str:
+    """Return the table of the cells with answers of fixed lengths."""
+    lines = [
+        "### Requests at once, lengths and a slow host, on one CPU\n",
+        "| text | fixed, hindsight | card | card / fixed | best fixed setting |",
+        "| --- " * 5 + "|",
+    ]
+    for (trace, _), cell in cells.items():
+        if " tokens" in trace:
+            fixed, ours = cell["card-fixed"], cell["card"]["speedup"]
+            figures = f"{fixed['speedup']:.2f} | {ours:.2f} | {ours / fixed['speedup']:.3f}"
+            lines.append(f"| {trace} | {figures} | {fixed['setting']} |")
+    return "\n".join(lines)
+
+
 def batches(cells: Cells) -> str:
-    speedups = {trace: cell["card"]["speedup"] for (trace, _), cell in cells.items() if "at once" in trace}
+    speedups = {trace: cell["card"]["speedup"] for (trace, _), cell in cells.items() if trace.endswith("at once")}
     kinds = sorted({trace.split(",")[0] for trace in speedups})
     counts = sorted({int(trace.split(", ")[1].split()[0]) for trace in speedups})
     lines = ["### Batches\n", "| requests at once | " + " | ".join(kinds) + " |", "| --- " * (len(kinds) + 1) + "|"]

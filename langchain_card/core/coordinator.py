@@ -2,7 +2,7 @@
 
 ```
 TargetReady ─► query: pick the likeliest subtree of the cache ─► Verify
-Verified    ─► walk: commit what the target chose ─► Emit, and Correct every drafter
+Verified    ─► walk: commit what the target chose ─► Emit, and Correct the drafters at work
 Proposed    ─► grow the cache
 ```
 

@@ -42,6 +42,7 @@ class DrafterState:
         expanded: tree nodes whose children it has published.
         deepest: the deepest of `published`; looked up anew when it is dead.
         applied_len: output tokens that the drafter is known to have applied.
+        sent_len: output tokens that it has been sent.
         granted: steps granted and not yet answered.
         exhausted: whether its last step added nothing; it gets no more steps before the next correction.
         unread: tokens of the text that it has to read before it drafts, as it last reported.
@@ -54,6 +55,7 @@ class DrafterState:
     expanded: set[int] = field(default_factory=set)
     deepest: int = 0
     applied_len: int = 0
+    sent_len: int = 0
     granted: int = 0
     exhausted: bool = False
     unread: int = 0

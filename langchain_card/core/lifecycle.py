@@ -9,7 +9,7 @@ from langchain_card.core import messages as m
 from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.policy import Policy
 from langchain_card.core.proposals import Intake
-from langchain_card.core.query import DrafterTraits, Query, grow
+from langchain_card.core.query import DrafterTraits, Query, correct, grow
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.state import RequestState
 from langchain_card.core.workers import Workers
@@ -84,7 +84,8 @@ class Lifecycle:
         if self.drafters[name].of_grammars and not state.request.params.grammar:
             return []
         begin = self._begin_on(name, state)
-        state.drafters[name] = DrafterState(state.incarnation, applied_len=len(state.output_ids))
+        written = len(state.output_ids)
+        state.drafters[name] = DrafterState(state.incarnation, applied_len=written, sent_len=written)
         return [begin, *self.correct(state, name, hit=False)]
 
     def _begin_on(self, worker: str, state: RequestState) -> m.Begin:
@@ -92,13 +93,16 @@ class Lifecycle:
         return m.Begin(worker, state.request, state.schedule, tuple(state.output_ids), state.incarnation)
 
     def correct(self, state: RequestState, name: str, *, hit: bool) -> list[m.Effect]:
-        """Send a drafter the tokens that were committed, and the draft steps that come with a correction."""
-        drafter, request_id = state.drafters[name], state.request.request_id
-        tokens = tuple(state.output_ids[drafter.applied_len :])
-        drafter.granted, drafter.exhausted = 0, False
-        effects: list[m.Effect] = [m.Correct(name, request_id, drafter.applied_len, tokens)]
+        """Correct a drafter and grant it the steps that come with a correction.
+
+        A drafter without steps, under way or granted now, is not corrected before its next ones.
+        """
+        drafter = state.drafters[name]
+        at_work, drafter.granted, drafter.exhausted = drafter.granted > 0, 0, False
         grant = self.query.initial_grant(state, name, self.scheduler.load(state), hit=hit)
-        return [*effects, grow(state, name, grant)] if grant.widths else effects
+        if grant.widths:
+            return grow(state, name, grant)
+        return [correct(state, name)] if at_work else []
 
     def release(self, state: RequestState, now: float) -> list[m.Effect]:
         """Free what a request holds on the workers; messages that are in flight for it are stale from now on."""

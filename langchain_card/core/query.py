@@ -71,7 +71,7 @@ class Query:
             max_read = self._read_budget(state, name, load)
             may_go_on = max_read > 0 if state.drafters[name].unread else self._pays(state, name, load)
             if may_go_on:
-                effects.append(grow(state, name, grant._replace(max_read=max_read)))
+                effects += grow(state, name, grant._replace(max_read=max_read))
         state.wait(now, now + self.policy.patience(load) if effects else None)
         return effects
 
@@ -81,14 +81,14 @@ class Query:
         A draft that has to read, before the first token as far as is known, and may not, gets none: the target has all
         threads meanwhile.
         """
-        max_read = self._read_budget(state, name, load)
-        unread = state.drafters[name].unread or not state.output_ids
-        if not self.drafters[name].paced:
-            grant = DraftGrant((1,))
-        elif load.schedule == "parallel" and (max_read or not unread):
-            grant = self.policy.grant(load, hit=hit)
-        else:
+        paced, max_read = self.drafters[name].paced, 0
+        if paced and load.schedule != "parallel":
             return DraftGrant()
+        if paced:
+            max_read = self._read_budget(state, name, load)
+            if not max_read and (state.drafters[name].unread or not state.output_ids):
+                return DraftGrant()
+        grant = self.policy.grant(load, hit=hit) if paced else DraftGrant((1,))
         room = max(0, self.limits.max_lead - state.drafters[name].lead(state.tree))
         return grant._replace(widths=grant.widths[:room], max_read=max_read)
 
@@ -164,7 +164,18 @@ class Query:
         return bool(at.chances) and self.policy.draft_pays(load, state.text, at, lead)
 
 
-def grow(state: RequestState, name: str, grant: DraftGrant) -> m.Grow:
-    """Grant draft steps to a drafter."""
-    state.drafters[name].granted += len(grant.widths)
-    return m.Grow(name, state.request.request_id, grant.widths, grant.min_chance, grant.max_read)
+def grow(state: RequestState, name: str, grant: DraftGrant) -> list[m.Effect]:
+    """Grant draft steps to a drafter, after the committed tokens that it has not received."""
+    drafter = state.drafters[name]
+    drafter.granted += len(grant.widths)
+    step = m.Grow(name, state.request.request_id, grant.widths, grant.min_chance, grant.max_read)
+    return [step] if drafter.sent_len == len(state.output_ids) else [correct(state, name), step]
+
+
+def correct(state: RequestState, name: str) -> m.Correct:
+    """Send a drafter the committed tokens that it is not known to have applied."""
+    drafter = state.drafters[name]
+    drafter.sent_len = len(state.output_ids)
+    return m.Correct(
+        name, state.request.request_id, drafter.applied_len, tuple(state.output_ids[drafter.applied_len :])
+    )

@@ -69,6 +69,7 @@ def start_driver(
         execution=config.execution_on(pair.target.device.type),
         width=limits.max_window if strict else None,
         integer_kv=pair.target.integer_kv,
+        on_capture=_captures(progress, "target"),
     )
     prefixes = _prefixes(config, pair.target, target, resources)
 
@@ -87,7 +88,7 @@ def start_driver(
             prefixes=prefixes,
         )
 
-    makers = transport_makers(config, pair, threads, drafts, setting, beside, below)
+    makers = transport_makers(config, pair, threads, drafts, setting, beside, below, _captures(progress, "draft"))
     shared = pair.draft is None or pair.draft.device == pair.target.device
     overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
@@ -103,6 +104,11 @@ def start_driver(
     resources.callback(thread.join)
     resources.callback(driver.close)
     return driver
+
+
+def _captures(progress: Progress, role: str) -> Callable[[int, int], None]:
+    """Return a function that reports the captures of a model's steps."""
+    return lambda done, total: progress.update(f"capture steps of the {role}, {done + 1} of {total}", 0, 0)
 
 
 def _acquire(spec: ModelSpec, resources: contextlib.ExitStack) -> Any:

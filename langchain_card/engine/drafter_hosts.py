@@ -66,6 +66,7 @@ def transport_makers(
     setting: Setting,
     beside: Sequence[ChosenDrafter],
     below: ChosenDrafter | None,
+    on_capture: Callable[[int, int], None],
 ) -> dict[DrafterTraits, Callable[[Driver], Transport]]:
     """Return for each drafter a function that makes its transport, with a new worker behind it.
 
@@ -77,6 +78,7 @@ def transport_makers(
         setting: of the engine, for plug-ins.
         beside: drafters beside the draft model or in its place.
         below: the drafter below the draft model.
+        on_capture: of the runners (`ModelRunner`).
     """
     makers: dict[DrafterTraits, Callable[[Driver], Transport]] = {}
     for chosen in beside:
@@ -101,7 +103,7 @@ def transport_makers(
         execution = config.execution_on(pair.draft.device.type)
         specs = (pair.draft, *pair.stack)
         runners = [
-            _runner(model, pair.max_len, config.limits.num_seqs, execution, spec.integer_kv)
+            _runner(model, pair.max_len, config.limits.num_seqs, execution, spec.integer_kv, on_capture)
             for model, spec in zip(models, specs, strict=True)
         ]
         draft = functools.partial(
@@ -125,7 +127,14 @@ def setting_of(config: EngineConfig, pair: Pair, constrain: Callable[[str], Cons
     )
 
 
-def _runner(model: Any, max_len: int, num_seqs: int, execution: str | None, integer_kv: bool) -> ModelRunner:
+def _runner(
+    model: Any,
+    max_len: int,
+    num_seqs: int,
+    execution: str | None,
+    integer_kv: bool,
+    on_capture: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelRunner:
     max_len = min(max_len, model.config.get_text_config().max_position_embeddings)
     return ModelRunner(
         model,
@@ -134,6 +143,7 @@ def _runner(model: Any, max_len: int, num_seqs: int, execution: str | None, inte
         num_seqs=num_seqs,
         execution=execution,
         integer_kv=integer_kv,
+        on_capture=on_capture,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +24,17 @@ from langchain_card.runtime.rows import AttentionOptions, Rows
 MAX_SCORED_ROWS = 64
 """Largest number of rows per sequence whose scores are computed at once; longer texts go through SDPA."""
 
-MIN_KEYS = 256
+MIN_KEYS = 512
 """Smallest number of positions that a step reads."""
+
+MAX_GRAPH_ROWS = 256
+"""Largest number of rows of a captured step, all sequences together."""
+
+STEP = 4
+"""Factor from one number of sequences, or of positions, to the next: empty ones cost less than further graphs."""
+
+WIDTHS = (1, 4, *(1 << n for n in range(4, 24)))
+"""Numbers of rows of a sequence. Texts have the large ones, where empty rows cost much."""
 
 
 class Bucket(NamedTuple):
@@ -42,11 +52,20 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, batch: Sequence[Rows]) -> Bucket:
-        """Return the smallest bucket for a batch with one entry per sequence; sizes are powers of two."""
+        """Return the smallest bucket for a batch with one entry per sequence."""
         pool = batch[0].cache.pool
-        seqs = min(pool.num_seqs, _round_up(1 + max(rows.cache.index for rows in batch)))
+        seqs = round_up(1 + max(rows.cache.index for rows in batch), sizes(1, pool.num_seqs))
         reach = 1 + max(max(rows.positions) for rows in batch)
-        return cls(seqs, _round_up(longest(batch)), min(pool.max_len, max(MIN_KEYS, _round_up(reach))))
+        return cls(seqs, round_up(longest(batch), WIDTHS), round_up(reach, sizes(MIN_KEYS, pool.max_len)))
+
+    @classmethod
+    def ladder(cls, pool: KVPool[TensorKV]) -> list[Bucket]:
+        """Return the buckets of steps that are worth a graph, those with the most rows first."""
+        widest = min(MAX_SCORED_ROWS, round_up(pool.num_scratch, WIDTHS))
+        widths = [width for width in WIDTHS if width <= widest]
+        shapes = product(sizes(1, pool.num_seqs), widths, sizes(MIN_KEYS, pool.max_len))
+        buckets = [cls(*shape) for shape in shapes if shape[0] * shape[1] <= MAX_GRAPH_ROWS]
+        return sorted(buckets, key=lambda bucket: -bucket.seqs * bucket.width)
 
 
 class StepInputs:
@@ -203,6 +222,14 @@ def longest(batch: Sequence[Rows]) -> int:
     return max(len(rows.token_ids) for rows in batch)
 
 
-def _round_up(count: int) -> int:
-    """Round up to a power of two."""
-    return 1 << (count - 1).bit_length()
+def sizes(first: int, last: int) -> list[int]:
+    """Return the sizes of buckets from `first` on, each `STEP` times the one before; `last` is the largest."""
+    found = [min(first, last)]
+    while found[-1] < last:
+        found.append(min(found[-1] * STEP, last))
+    return found
+
+
+def round_up(count: int, found: Sequence[int]) -> int:
+    """Return the smallest of these sizes that holds `count`."""
+    return next(size for size in found if size >= count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from langchain_card.runtime.attention import ATTENTION_NAME, card_attention, register
 from langchain_card.runtime.families import decoder_layers
-from langchain_card.runtime.grid_attention import MAX_SCORED_ROWS, Bucket, MaskedPlan, StepInputs, longest
+from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs, longest
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from langchain_card.runtime.rows import Rows
 
@@ -27,12 +27,12 @@ WARM_UPS = 2
 
 
 @dataclass(slots=True)
-class _Grid:
-    """The buffers of a bucket, and its graph once captured."""
+class _Captured:
+    """A step's inputs, its graph, and the logits that a replay computes, [rows, vocabulary]."""
 
     inputs: StepInputs
-    graph: torch.cuda.CUDAGraph | None = None
-    logits: Tensor | None = None
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
 
 
 class GridSteps:
@@ -42,18 +42,14 @@ class GridSteps:
         model: a causal language model of transformers whose attention implementation is "card".
         pool: the sequences' KV.
         window: number of keys that a sliding layer sees, or None if the model has no such layer.
-        capture: whether to replay CUDA graphs. After the first failure steps run eagerly, with one warning.
         width: rows of each sequence, if all steps use one bucket with all sequences and positions; None to use the
             smallest bucket for each step.
     """
 
-    def __init__(
-        self, model: Any, pool: KVPool[TensorKV], *, window: int | None, capture: bool, width: int | None = None
-    ) -> None:
-        self._model, self._pool, self._window, self._capture = model, pool, window, capture
+    def __init__(self, model: Any, pool: KVPool[TensorKV], *, window: int | None, width: int | None = None) -> None:
+        self._model, self._pool, self._window = model, pool, window
         self._only = None if width is None else Bucket(pool.num_seqs, width, pool.max_len)
-        self._grids: dict[tuple[Bucket, bool], _Grid] = {}  # by bucket, and whether there are logits
-        self._memory: Any = None  # shared by all graphs: one runs at a time
+        self._captured: dict[Bucket, _Captured] = {}
 
     def run(self, batch: Sequence[Rows]) -> Tensor:
         """Run a batch with one entry per sequence; return wanted logits [rows, vocabulary], valid until the next."""
@@ -62,24 +58,46 @@ class GridSteps:
         return self._run(batch, Bucket.of(batch))
 
     def _run(self, batch: Sequence[Rows], bucket: Bucket) -> Tensor:
-        if self._only is None and longest(batch) > MAX_SCORED_ROWS:  # a text, whose shape rarely recurs
-            inputs = StepInputs(self._pool, bucket, self._window)
-            return self._forward(inputs, bucket, _wanted(batch, inputs.fill(batch)))
-        scored = any(rows.wanted for rows in batch)
-        grid = self._grids.get((bucket, scored))
-        if grid is None:
-            grid = self._grids[bucket, scored] = _Grid(StepInputs(self._pool, bucket, self._window))
-        wanted = _wanted(batch, grid.inputs.fill(batch))
-        if self._capture and grid.graph is None:
-            self._try_capture(grid, bucket, None if scored else ())
-        if grid.graph is not None:
-            grid.graph.replay()
-        elif self._only is None or not scored:
-            return self._forward(grid.inputs, bucket, wanted)
+        captured = self._captured.get(bucket)
+        inputs = StepInputs(self._pool, bucket, self._window) if captured is None else captured.inputs
+        wanted = _wanted(batch, inputs.fill(batch))
+        if captured is not None:
+            captured.graph.replay()
+            logits = captured.logits
+        elif self._only is None or not wanted:
+            return self._forward(inputs, bucket, wanted)
         else:  # fixed shapes: the head runs over all rows
-            grid.logits = self._forward(grid.inputs, bucket, None)
-        assert grid.logits is not None
-        return grid.logits if wanted == [*range(len(grid.logits))] else grid.logits[wanted]
+            logits = self._forward(inputs, bucket, None)
+        return logits if wanted == [*range(len(logits))] else logits[wanted]
+
+    def capture(self, stream: torch.cuda.Stream, report: Callable[[int, int], None]) -> None:
+        """Capture the steps that recur; others run eagerly. The first failure ends this, with one warning.
+
+        Args:
+            stream: where the steps run.
+            report: called before each capture with the number of steps that are captured, and of all.
+        """
+        buckets = Bucket.ladder(self._pool) if self._only is None else [self._only]
+        scores, memory = None, None  # shared by all graphs, because one runs at a time
+        for done, bucket in enumerate(buckets):
+            report(done, len(buckets))
+            inputs = StepInputs(self._pool, bucket, self._window)
+            inputs.fill(())
+            try:
+                with _capturing, torch.inference_mode(), torch.cuda.stream(stream):
+                    for _ in range(WARM_UPS):
+                        logits = self._forward(inputs, bucket, None)
+                    scores = torch.empty_like(logits) if scores is None else scores
+                    stream.synchronize()
+                    graph, out = torch.cuda.CUDAGraph(), scores[: len(logits)]
+                    # The stream is passed because torch's default may belong to another device.
+                    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                        out.copy_(self._forward(inputs, bucket, None))
+                    memory = graph.pool()
+            except Exception as error:
+                log.warning("steps run eagerly, several times slower: no CUDA graph of %s (%s)", bucket, error)
+                return
+            self._captured[bucket] = _Captured(inputs, graph, out)
 
     def _forward(self, inputs: StepInputs, bucket: Bucket, wanted: Sequence[int] | None) -> Tensor:
         """Return logits of the wanted rows, or of all."""
@@ -96,22 +114,6 @@ class GridSteps:
         keep = 0 if wanted is None else torch.tensor(wanted, device=inputs.numbers.device)
         logits: Tensor = self._model(**call, logits_to_keep=keep).logits[0]
         return logits
-
-    def _try_capture(self, grid: _Grid, bucket: Bucket, wanted: Sequence[int] | None) -> None:
-        try:
-            with _capturing:
-                for _ in range(WARM_UPS):
-                    self._forward(grid.inputs, bucket, wanted)
-                device = self._pool.kv.layers[0].device
-                torch.cuda.synchronize(device)
-                # The stream is passed because torch's default may belong to another device.
-                graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-                with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-                    grid.logits = self._forward(grid.inputs, bucket, wanted)
-                grid.graph, self._memory = graph, graph.pool()
-        except Exception as error:
-            self._capture, grid.graph = False, None
-            log.warning("steps run eagerly, several times slower: no CUDA graph of %s (%s)", bucket, error)
 
 
 def compile_layers(model: Any) -> None:

@@ -32,6 +32,7 @@ class ModelRunner:
         width: rows of each sequence in every step, padded; None for no padding. A width makes steps of all schedules
             the same arithmetic, in any dtype (`exact="strict"`).
         integer_kv: whether keys and values are integers (`IntegerKV`); for float32 activations, without grids.
+        on_capture: called before each capture with the number of steps that are captured, and of all.
 
     Attributes:
         pool: the sequences' KV.
@@ -47,6 +48,7 @@ class ModelRunner:
         execution: str | None = None,
         width: int | None = None,
         integer_kv: bool = False,
+        on_capture: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.model = model
         self.max_len = max_len
@@ -68,8 +70,9 @@ class ModelRunner:
         self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._grids: GridSteps | None = None
         if in_grids:
-            capture = execution != "eager" and self.device.type == "cuda" and len(set(devices)) == 1
-            self._grids = GridSteps(model, self.pool, window=self._sliding_window, capture=capture, width=width)
+            self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width)
+            if self._stream is not None and execution != "eager" and len(set(devices)) == 1:
+                self._grids.capture(self._stream, on_capture)
         else:
             from langchain_card.runtime.cpu import plan  # imports numba, which grids do not need
 

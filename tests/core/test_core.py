@@ -7,10 +7,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 
-from langchain_card.config import Limits
+from langchain_card.config import Limits, Pins
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.controller import Controller
@@ -140,9 +141,19 @@ def test_a_dead_drafter_ends_the_wait_at_once() -> None:
     core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="sequential"), ()), 0.0))
     run_round(core, [5], 0.0)
     effects = core.handle(m.TargetReady(1.0))
-    assert isinstance(effects[0], m.Grow) and isinstance(effects[1], m.Wait)
+    assert [type(effect) for effect in effects] == [m.Correct, m.Grow, m.Wait]
     core.handle(m.WorkerDied("toy", 1.1))
     assert isinstance(core.handle(m.TargetReady(1.2))[0], m.Verify)
+
+
+def test_a_drafter_without_steps_is_corrected_before_its_next_ones() -> None:
+    policy = Controller(shared_device=True, pins=Pins(lead=0))
+    core = Coordinator([DrafterTraits("toy", True, True)], Limits(), policy)
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9, schedule="sequential"), ()), 0.0))
+    for token in (5, 6):
+        assert not any(isinstance(effect, m.Correct) for effect in run_round(core, [token], 0.0))
+    policy.pins = Pins(lead=1)
+    assert core.handle(m.TargetReady(1.0))[:2] == [m.Correct("toy", 0, 0, (5, 6)), m.Grow("toy", 0, (4,), ANY, ANY)]
 
 
 def test_nobody_waits_for_a_drafter_that_has_nothing_to_say() -> None:

@@ -167,8 +167,9 @@ def test_planted_one_source_takes_anothers_ids(monkeypatch: Patch) -> None:
 def test_planted_correction_not_cumulative(monkeypatch: Patch) -> None:
     """A drafter that missed a correction is told the newest tokens as if it had not."""
     old = "tuple(state.output_ids[drafter.applied_len :])"
-    bad = replaced(Lifecycle.correct, old, "tuple(state.output_ids[-1:])", lifecycle)
-    monkeypatch.setattr(Lifecycle, "correct", bad)
+    bad = replaced(query.correct, old, "tuple(state.output_ids[-1:])", query)
+    for module in (query, lifecycle):
+        monkeypatch.setattr(module, "correct", bad)
     caught("wrong prefix")
 
 

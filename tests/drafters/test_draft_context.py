@@ -11,12 +11,14 @@ from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.ports import Budget
+from langchain_card.runtime.attention import register
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
 
 
 def candidates(folder: str, text: Sequence[int], context: int | None) -> list[Proposal]:
     """Returns five steps of a draft on a text."""
+    register()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="card").eval()
     runner = ModelRunner(model, max_len=256, num_scratch=32)
     drafter = ModelDrafter(runner, vocab_size=tiny.VOCAB, context=context, num_children=4)
