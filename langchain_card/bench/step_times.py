@@ -22,7 +22,7 @@ from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, use_threads
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows in a step that are measured."""
 
 CONTEXT = 256

@@ -201,7 +201,7 @@ class Controller:
         costs, width = self.costs_of(load), self.pins.draft_width or self.limits.max_draft_width
         parallel = load.schedule == "parallel"
         saves = costs.draft_share(1) if parallel else costs.per_token.value
-        row = costs.draft.row_cost() + (0.0 if parallel else costs.target.row_cost())
+        row = costs.draft.row_cost() + (0.0 if parallel else costs.target.row_cost(load.num_seqs))
         min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
         if self.pins.lead is not None and not parallel:
             min_chance = MIN_CHANCE  # the depth is pinned, not measured
@@ -241,44 +241,54 @@ class Controller:
         drafted = with_a_chain(costs, count, hits, self.limits.max_lead) * costs.per_expected.value
         return plain / text.pace.value - drafted
 
-    def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
+    def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Weigh a draft step by measured times and hits.
 
         Under `parallel` the draft works while the target does. If drafting the lead takes as long as a round, the draft
-        is the slower of the two, and waiting for it gains nothing. Under `sequential` a step that only reaches the end
-        of other drafters' candidates may still pay, through the steps that follow it.
+        is the slower of the two, and waiting for it gains nothing. Under `sequential` requests share a step: those for
+        which it is worth most take it, as long as all of them gain more than the step takes.
         """
         if self.pins.lead is not None:
-            return lead < self.pins.lead
-        costs = self.costs_of(load)
-        step = costs.draft_share(len(frontier.chances))
-        price = self._price(load, text, costs)
-        if not step or not price:
-            return not lead  # measure it
-        if costs.draft_probe.due and load.schedule == "sequential" and not lead:
-            return True
-        row = costs.target.row_cost() / price  # in tokens: less likely candidates are not verified
-        tokens = sum(max(0.0, chance * self.draft_hits.value - row) for chance in frontier.chances)
-        if load.schedule == "parallel":
-            if (lead + 1) * step * load.num_seqs >= costs.target.at(load.num_seqs):
-                return False
-            return tokens * WAIT_SHARE * price > step
-        if tokens * price > step:
-            return True
-        step = costs.draft_share(1) / price
-        return self._leads_on(text.hits.value, frontier, row, step, self.limits.max_lead - lead)
+            return [at.lead < self.pins.lead for at in frontiers]
+        costs, parallel = self.costs_of(load), load.schedule == "parallel"
+        prices = [self._price(load, text, costs) for text in texts]
+        if not costs.draft.at(1) or not all(prices):
+            return [not at.lead for at in frontiers]  # measure it
+        row = costs.target.row_cost(load.num_seqs + sum(at.lead for at in frontiers))
+        worth = [self._worth(at, price, row) for at, price in zip(frontiers, prices, strict=True)]
+        if parallel:
+            steps = [costs.draft_share(len(at.chances)) for at in frontiers]
+            time = costs.target.at(load.num_seqs) / load.num_seqs
+            ahead = [(at.lead + 1) * step < time for at, step in zip(frontiers, steps, strict=True)]
+            return [a and gain * WAIT_SHARE > step for a, gain, step in zip(ahead, worth, steps, strict=True)]
+        step = costs.draft.at(len(texts)) / max(1, len(texts))
+        for i, (text, at, price) in enumerate(zip(texts, frontiers, prices, strict=True)):
+            worth[i] = max(worth[i], self._worth_of_chain(text.hits.value, at, price, row, step))
+        pays = costs.takers(worth, [len(at.chances) for at in frontiers])
+        return [i in pays or (costs.draft_probe.due and not at.lead) for i, at in enumerate(frontiers)]
 
-    def _leads_on(self, right: float, frontier: Frontier, row: float, step: float, most: int) -> bool:
-        """Return whether several layers pay together: a chain in place of the candidates of other drafters.
+    def _worth(self, at: Frontier, price: float, row: float) -> float:
+        """Return the seconds that one draft step saves, where a token is worth `price` and a row takes `row`.
 
-        A row and a step cost so many tokens; each layer is right as often as the draft's first guess is.
+        Candidates that are not worth their row are not verified.
         """
-        tokens = -sum(max(0.0, chance - row) for chance in frontier.others)
-        for layers in range(1, most + 1):
-            tokens += frontier.reach * right**layers - row
-            if tokens > max(1.0, layers / self.layers.value) * step:
-                return True
-        return False
+        return sum(max(0.0, chance * self.draft_hits.value * price - row) for chance in at.chances)
+
+    def _worth_of_chain(self, right: float, at: Frontier, price: float, row: float, step: float) -> float:
+        """Return the seconds that the first of several draft steps saves, less the steps that follow it.
+
+        The steps make a chain in place of the candidates of other drafters. Each layer is right as often as the draft's
+        first guess is.
+        """
+        best, chance = 0.0, at.reach
+        saved = -sum(max(0.0, other * price - row) for other in at.others)
+        for layers in range(1, self.limits.max_lead - at.lead + 1):
+            chance *= right
+            if chance * price <= row:
+                break
+            saved += chance * price - row
+            best = max(best, saved - max(0.0, layers / self.layers.value - 1) * step)
+        return best
 
     def windows(self, load: Load, texts: Sequence[TextStats], chances: Sequence[Sequence[float]]) -> list[int]:
         """Choose window sizes by measured times."""

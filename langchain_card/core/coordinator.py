@@ -119,8 +119,9 @@ class Coordinator:
             self.scheduler.put_back(paused)
         effects += self.lifecycle.admit(now)
         ready, until, drafting = [], math.inf, False
-        for state in self.scheduler.verifiable():
-            effects += self.query.draft_first(state, self.scheduler.load(state), now)
+        states = [*self.scheduler.verifiable()]
+        effects += self.query.draft_first(states, [*map(self.scheduler.load, states)], now)
+        for state in states:
             if state.wait_until is not None and now < state.wait_until:
                 until, drafting = min(until, state.wait_until), drafting or state.schedule != "parallel"
             else:

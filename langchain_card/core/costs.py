@@ -104,9 +104,10 @@ class StepTimes:
         slope = (high - low) / (many - few) if many > few else self._slope()
         return self._speed * (low + max(slope, 0.0) * (rows - few))
 
-    def row_cost(self) -> float:
-        """Return the seconds that one more row adds: measured if two sizes were, else a guess."""
-        return self._speed * self._slope()
+    def row_cost(self, rows: int = 1) -> float:
+        """Return the seconds that one more row adds to a step over `rows` rows, on the way to half as many more."""
+        more = max(1, rows // 2)
+        return (self.at(rows + more) - self.at(rows)) / more
 
     def _slope(self) -> float:
         if not self._points:
@@ -206,6 +207,21 @@ class CostModel:
         """Learn the measured time of `tokens` tokens as a multiple of the expected one; one pass changes it little."""
         usual = self.per_expected.value
         self.per_expected.add(min(max(ratio, usual / MAX_SURPRISE), usual * MAX_SURPRISE), tokens)
+
+    def takers(self, worth: Sequence[float], nodes: Sequence[int]) -> set[int]:
+        """Return the requests that take a draft step together, so that they gain the most.
+
+        Args:
+            worth: [requests] seconds that the step saves each.
+            nodes: [requests] nodes that it expands for each.
+        """
+        gained, total, best, count = 0.0, 0, 0.0, 0
+        order = sorted(range(len(worth)), key=worth.__getitem__, reverse=True)
+        for i, request in enumerate(order, 1):
+            gained, total = gained + worth[request], total + nodes[request]
+            if gained - self.draft.at(total) > best:
+                best, count = gained - self.draft.at(total), i
+        return set(order[:count])
 
     def widths(self, chances: Sequence[Sequence[float]], prices: Sequence[float]) -> list[int]:
         """Return how many candidates of each request to verify: each adds its chance in tokens, and its row in time.

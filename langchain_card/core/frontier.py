@@ -17,11 +17,13 @@ class Frontier(NamedTuple):
         chances: [nodes] chance that the answer passes through the node and continues with none of its known children.
         reach: chance that the answer passes through the best of them.
         others: chances of the candidates that other drafters propose below the best of them.
+        lead: depth of the drafter's candidates.
     """
 
     chances: Sequence[float]
     reach: float = 0.0
     others: Sequence[float] = ()
+    lead: int = 0
 
 
 def frontier(

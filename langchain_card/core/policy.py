@@ -93,15 +93,15 @@ class Policy(Protocol):
             left: tokens that the answer may still have.
         """
 
-    def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
-        """Return whether a round should take one more draft step before it verifies.
+    def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
+        """Return for each request whether its round should take one more draft step before it verifies.
 
         Args:
             load: the load that runs.
-            text: of the request.
-            frontier: the nodes that the draft would expand next.
-            lead: depth of the draft's candidates.
+            texts: of the requests that could take a step, which they would share.
+            frontiers: [requests] the nodes that the draft would expand next.
         """
+        ...
 
     def windows(self, load: Load, texts: Sequence[TextStats], chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many candidates of each request to verify. `chances` are those of its candidates, best first."""

@@ -51,28 +51,48 @@ class Query:
         self.limits = limits
         self.policy = policy
 
-    def draft_first(self, state: RequestState, load: Load, now: float) -> list[m.Effect]:
-        """Set `wait_until` if the round shall wait for its draft, and grant steps where none are under way."""
+    def draft_first(self, states: Sequence[RequestState], loads: Sequence[Load], now: float) -> list[m.Effect]:
+        """Set `wait_until` of requests whose round shall wait for its draft, and grant steps where none are under way.
+
+        The first token never waits.
+        """
+        effects: list[m.Effect] = []
+        for load in dict.fromkeys(loads):
+            group = [state for state, other in zip(states, loads) if other == load and state.output_ids]  # noqa: B905
+            if load.schedule == "parallel":
+                for state in group:
+                    self._await_draft(state, load, now)
+            else:
+                effects += self._grant_in_turns([state for state in group if not self._drafts(state)], load, now)
+        return effects
+
+    def _await_draft(self, state: RequestState, load: Load, now: float) -> None:
+        """Let a round wait for a draft that is at work, if that pays."""
         paced = [name for name in state.drafters if self.drafters[name].paced]
-        at_work = self._drafts(state)
-        if not state.output_ids:
-            return []  # the first token never waits
-        if state.schedule == "parallel":
-            worth = at_work and any(self._pays(state, name, load) for name in paced)
-            if not worth:
-                state.wait(now, None)
-            elif state.wait_until is None:
-                state.wait(now, now + self.policy.patience(load))
-            return []
-        if at_work:
-            return []
-        grant, effects = self.policy.grant(load, hit=True), list[m.Effect]()
-        for name in paced:
-            max_read = self._read_budget(state, name, load)
-            may_go_on = max_read > 0 if state.drafters[name].unread else self._pays(state, name, load)
-            if may_go_on:
+        frontiers = [at for name in paced if (at := self._frontier(state, name, load)) is not None]
+        if not (self._drafts(state) and any(self.policy.draft_pays(load, [state.text], [at])[0] for at in frontiers)):
+            state.wait(now, None)
+        elif state.wait_until is None:
+            state.wait(now, now + self.policy.patience(load))
+
+    def _grant_in_turns(self, states: Sequence[RequestState], load: Load, now: float) -> list[m.Effect]:
+        """Grant one step of each drafter, which all of its requests share, to those for which it pays."""
+        effects: list[m.Effect] = []
+        granted, grant = set[int](), self.policy.grant(load, hit=True)
+        for name in (name for name, drafter in self.drafters.items() if drafter.paced):
+            steps, open_ = [], [state for state in states if name in state.drafters]
+            for state in (state for state in open_ if state.drafters[name].unread):
+                steps += [(state, max_read)] if (max_read := self._read_budget(state, name, load)) else []
+            growing = [(state, at) for state in open_ if (at := self._frontier(state, name, load)) is not None]
+            pays = self.policy.draft_pays(load, [state.text for state, _ in growing], [at for _, at in growing])
+            for (state, _), worth in zip(growing, pays, strict=True):
+                steps += [(state, self._read_budget(state, name, load))] if worth else []
+            for state, max_read in steps:
                 effects += grow(state, name, grant._replace(max_read=max_read))
-        state.wait(now, now + self.policy.patience(load) if effects else None)
+                granted.add(state.request.request_id)
+        for state in states:
+            going_on = state.request.request_id in granted
+            state.wait(now, now + self.policy.patience(load) if going_on else None)
         return effects
 
     def initial_grant(self, state: RequestState, name: str, load: Load, *, hit: bool) -> DraftGrant:
@@ -147,13 +167,14 @@ class Query:
         paced = (drafter for name, drafter in state.drafters.items() if self.drafters[name].paced)
         return any(drafter.granted and not drafter.exhausted for drafter in paced)
 
-    def _pays(self, state: RequestState, name: str, load: Load) -> bool:
+    def _frontier(self, state: RequestState, name: str, load: Load) -> Frontier | None:
+        """Return what a drafter would expand next for a request; None if it can add nothing."""
         drafter, budget = state.drafters[name], self._budget(state)
         lead = drafter.lead(state.tree)
         if drafter.exhausted or drafter.unread or not budget:
-            return False
+            return None
         if lead >= min(self.limits.max_lead, state.tokens_left - 1):
-            return False
+            return None
         grant = self.policy.grant(load, hit=True)
         width, least = grant.widths[-1], grant.min_chance
         at = frontier(state.tree, drafter.published, drafter.expanded, budget, width, least)
@@ -161,7 +182,7 @@ class Query:
         if len(verified) == budget:  # a new candidate takes the place of the least likely one
             chances = [chance - verified[-1] for chance in at.chances if chance > verified[-1]]
             at = Frontier(chances)
-        return bool(at.chances) and self.policy.draft_pays(load, state.text, at, lead)
+        return at._replace(lead=lead) if at.chances else None
 
 
 def grow(state: RequestState, name: str, grant: DraftGrant) -> list[m.Effect]:
