@@ -20,6 +20,11 @@ TEXT = TextStats(hits=Mean(0.8), pace=Mean(1.0))
 """A text that no test changes."""
 
 
+def pays(policy: Controller, load: Load, chances: Sequence[float], lead: int) -> bool:
+    """Whether a lone request should take one more draft step."""
+    return policy.draft_pays(load, [TEXT], [Frontier(chances, lead=lead)]) == [True]
+
+
 def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float], per_token: float) -> Controller:
     """A controller that has seen these step times and one token in `per_token` seconds."""
     policy, load = Controller(shared_device=schedule == "sequential"), Load(schedule)  # type: ignore[arg-type]
@@ -32,17 +37,17 @@ def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float
 
 def test_draft_steps_must_pay() -> None:
     load = Load("sequential")
-    assert Controller(shared_device=True).draft_pays(load, TEXT, Frontier([0.5]), 0), "nothing is known yet: measure"
+    assert pays(Controller(shared_device=True), load, [0.5], 0), "nothing is known yet: measure"
     policy = learnt("sequential", {1: 0.06}, {1: 0.10, 4: 0.13, 8: 0.17}, 0.10)
-    assert policy.draft_pays(load, TEXT, Frontier([0.9]), 0) and not policy.draft_pays(load, TEXT, Frontier([0.5]), 0)
-    assert policy.draft_pays(load, TEXT, Frontier([0.5, 0.45]), 0), "several nodes a step count together"
+    assert pays(policy, load, [0.9], 0) and not pays(policy, load, [0.5], 0)
+    assert pays(policy, load, [0.5, 0.45], 0), "several nodes a step count together"
 
 
 def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> None:
     load = Load("parallel")
     policy = learnt("parallel", {1: 0.01, 4: 0.01}, {1: 0.1, 9: 0.1}, 0.025)
-    assert policy.draft_pays(load, TEXT, Frontier([0.9]), 3) and not policy.draft_pays(load, TEXT, Frontier([0.5]), 3)
-    assert not policy.draft_pays(load, TEXT, Frontier([0.9]), 9), "ten layers a pass: the draft is the slower"
+    assert pays(policy, load, [0.9], 3) and not pays(policy, load, [0.5], 3)
+    assert not pays(policy, load, [0.9], 9), "ten layers a pass: the draft is the slower"
     assert policy.patience(load) == pytest.approx(0.02)
 
 
@@ -105,7 +110,7 @@ def test_what_is_pinned_is_not_decided() -> None:
     load = Load("parallel")
     assert set(pinned.grant(load, hit=True).widths) == {3}
     assert pinned.windows(load, [TEXT], [[0.01, 0.01]]) == [1]
-    assert pinned.draft_pays(load, TEXT, Frontier([0.01]), 1) and not pinned.draft_pays(load, TEXT, Frontier([0.99]), 2)
+    assert pays(pinned, load, [0.01], 1) and not pays(pinned, load, [0.99], 2)
     with pytest.raises(InvalidInputError, match="draft_width"):
         Pins(draft_width=0)
     with pytest.raises(InvalidInputError, match=r"pins\.window.*16.*max_window"):
@@ -141,7 +146,7 @@ def test_what_never_pays_is_tried_less_and_less() -> None:
     policy.observe_pass(load, [TEXT], 1, 1, 0.1, 0.1)
     drafted, verified = [], []
     for number in range(1, 300):
-        candidates = [0.9] if policy.draft_pays(load, TEXT, Frontier([0.9]), 0) else []
+        candidates = [0.9] if pays(policy, load, [0.9], 0) else []
         if candidates:
             drafted.append(number)
             policy.observe_draft_step(load, 1, 1, 1.0, 1)
@@ -152,13 +157,28 @@ def test_what_never_pays_is_tried_less_and_less() -> None:
     assert set(verified) <= set(drafted)
 
 
+def test_requests_decide_together_on_a_draft_step_that_they_share() -> None:
+    """A step of two takes 12 ms, one of one 10, and saves each 8: together it pays, and alone it does not."""
+    policy, load = Controller(shared_device=True), Load("sequential", 2)
+    for together, elapsed in ((1, 0.010), (2, 0.012)):
+        policy.observe_draft_step(load, together, together, elapsed, 1)
+    for rows, elapsed in {2: 0.050, 4: 0.050, 8: 0.050}.items():
+        policy.observe_pass(load, [TEXT, TEXT], rows, 2, elapsed, 0.050)
+    policy.draft_hits = Mean(1.0)
+    worth = Frontier([0.4], lead=policy.limits.max_lead)  # 0.4 tokens of 20 ms; no layer follows
+    assert policy.draft_pays(load, [TEXT] * 2, [worth] * 2) == [True, True]
+    assert policy.draft_pays(load, [TEXT], [worth]) == [False]
+    less = worth._replace(chances=[0.05])
+    assert policy.draft_pays(load, [TEXT] * 2, [less] * 2) == [False, False]
+
+
 def test_a_trial_that_is_due_does_not_stand_in_the_way_of_what_pays() -> None:
     """Where prompt lookup keeps candidates coming, a lead is always there."""
     load, policy = Load("sequential"), learnt("sequential", {1: 0.02}, {1: 0.10, 4: 0.13}, 0.10)
     for _ in range(40):
         policy.observe_pass(load, [TEXT], 4, 2, 0.13, 0.13)
-    assert policy.draft_pays(load, TEXT, Frontier([0.9]), 3) and not policy.draft_pays(load, TEXT, Frontier([0.1]), 3)
-    assert policy.draft_pays(load, TEXT, Frontier([0.1]), 0), "the trial"
+    assert pays(policy, load, [0.9], 3) and not pays(policy, load, [0.1], 3)
+    assert pays(policy, load, [0.1], 0), "the trial"
 
 
 def test_requests_that_wait_are_not_in_the_pass() -> None:

@@ -282,9 +282,9 @@ class FixedPolicy:
         """Read the fixed number of tokens at a time."""
         return self._read if written or not self._late else 0
 
-    def draft_pays(self, load: Load, text: TextStats, frontier: Frontier, lead: int) -> bool:
-        """Return True, except that under `parallel` a round waits only for a first candidate."""
-        return load.schedule != "parallel" or not lead
+    def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
+        """Take every step, except that under `parallel` a round waits only for a first candidate."""
+        return [load.schedule != "parallel" or not at.lead for at in frontiers]
 
     def windows(self, load: Load, texts: Sequence[TextStats], chances: Sequence[Sequence[float]]) -> list[int]:
         """Verify all candidates."""
