@@ -33,6 +33,7 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
+from langchain_card.models.draft_form import HEAD
 
 Shape = tuple[int, int, int, int, int, bool]
 TARGET_NOISE = 0.05
@@ -49,7 +50,8 @@ def write_model(folder: Path, shape: Shape, vocab_size: int, noise: float, devic
         tie_word_embeddings=False, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    successor = torch.randperm(vocab_size)
+    written = min(vocab_size, HEAD)  # a draft's head has no rows for the tokens above
+    successor = torch.cat([torch.randperm(written), torch.arange(written, vocab_size)])
     with torch.device(device), torch.no_grad():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.model.embed_tokens.weight.normal_()
@@ -78,7 +80,7 @@ def table(engine: Engine, vocab_size: int, tokens: int, repeats: int, counts: Se
     """Print a row for each number of requests at once and each schedule; runs alternate."""
     generator = torch.Generator().manual_seed(1)
     for count in counts:
-        prompts = torch.randint(vocab_size, (count, 64), generator=generator).tolist()
+        prompts = torch.randint(min(vocab_size, HEAD), (count, 64), generator=generator).tolist()
         speeds: dict[str, list[float]] = {}
         last: dict[str, list[Completion]] = {}
         for repeat in range(repeats + 1):
