@@ -42,7 +42,7 @@ READ_STEPS = 0.5
 SAVED_PRIOR = 0.3
 """Share of a token's time that a draft is expected to save before that was measured, and when it is measured again."""
 
-CAUTION = 1.25
+CAUTION = 1.2
 """Times that a token of a batch must be worth its cost: most gains are small there, and estimates err."""
 
 LENGTH_CLASS = 2048
@@ -207,7 +207,9 @@ class Controller:
         costs, width = self.costs_of(load), self.pins.draft_width or self.limits.max_draft_width
         parallel = load.schedule == "parallel"
         saves = costs.draft_share(1) if parallel else costs.per_token.value
-        row = costs.draft.row_cost() + (0.0 if parallel else costs.target.row_cost(self._rows(load, WINDOW_LAYERS)))
+        row = costs.draft.row_cost(load.num_seqs) + (
+            0.0 if parallel else costs.target.row_cost(self._rows(load, WINDOW_LAYERS))
+        )
         min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
         if self.pins.lead is not None and not parallel:
             min_chance = MIN_CHANCE  # the depth is pinned, not measured

@@ -113,8 +113,10 @@ def test_the_recorded_contest_holds() -> None:
     for key, group in cells.items():
         speedup = {row.method: row.speedup for row in group}
         ours = speedup.pop("card")
-        if key[0] in KINDS or " tokens" in key[0]:
+        if key[0] in KINDS:
             assert ours >= 0.97 * max(speedup.values()) and ours >= 1.0 - 1e-6, key
+        elif "card-fixed" in speedup:  # on a CPU
+            assert ours >= 0.97 * max(speedup.values()), key
         elif "sequential" in speedup:
             assert ours >= speedup["sequential"], key
         else:
