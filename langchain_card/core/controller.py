@@ -51,8 +51,8 @@ LENGTH_CLASS = 2048
 ROWS_A_LAYER = 1.5
 """Candidates that a window holds in each of its layers, about."""
 
-WINDOW_LAYERS = 6
-"""Layers of a window, about, before it is known which candidates there are."""
+WINDOW_ROWS = 9
+"""Candidates of a window, about, before they are known."""
 
 NARROW_STEPS = 2
 """Draft steps after a miss that expand one node only."""
@@ -207,9 +207,8 @@ class Controller:
         costs, width = self.costs_of(load), self.pins.draft_width or self.limits.max_draft_width
         parallel = load.schedule == "parallel"
         saves = costs.draft_share(1) if parallel else costs.per_token.value
-        row = costs.draft.row_cost(load.num_seqs) + (
-            0.0 if parallel else costs.target.row_cost(self._rows(load, WINDOW_LAYERS))
-        )
+        row = costs.draft.row_cost(load.num_seqs)
+        row += 0.0 if parallel else costs.target.row_cost(load.num_seqs + WINDOW_ROWS)
         min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
         if self.pins.lead is not None and not parallel:
             min_chance = MIN_CHANCE  # the depth is pinned, not measured
@@ -262,7 +261,7 @@ class Controller:
         prices = [self._price(load, text, costs) for text in texts]
         if not costs.draft.at(1) or not all(prices):
             return [not at.lead for at in frontiers]  # measure it
-        row = costs.target.row_cost(self._rows(load, sum(at.lead for at in frontiers)))
+        row = costs.target.row_cost(load.num_seqs + round(ROWS_A_LAYER * sum(at.lead for at in frontiers)))
         worth = [self._worth(at, price, row) for at, price in zip(frontiers, prices, strict=True)]
         if parallel:
             steps = [costs.draft_share(len(at.chances)) for at in frontiers]
@@ -274,10 +273,6 @@ class Controller:
             worth[i] = max(worth[i], self._worth_of_chain(text.hits.value, at, price, row, step))
         pays = costs.takers(worth, [len(at.chances) for at in frontiers])
         return [i in pays or (costs.draft_probe.due and not at.lead) for i, at in enumerate(frontiers)]
-
-    def _rows(self, load: Load, layers: int) -> int:
-        """Return about how many rows a pass has over so many layers of candidates, of all requests."""
-        return load.num_seqs + round(ROWS_A_LAYER * layers)
 
     def _worth(self, at: Frontier, price: float, row: float) -> float:
         """Return the seconds that one draft step saves, where a token is worth `price` and a row takes `row`.

@@ -9,7 +9,7 @@ from langchain_card.core.workers import Life
 from langchain_card.ports import Clock, Health
 
 FIRST_STEP_SECONDS = 600.0
-"""Limit for a worker's first step, which may compile kernels or capture graphs."""
+"""Limit for a worker's first step, which may compile kernels."""
 MIN_STEP_SECONDS = 20.0
 """Smallest limit for a step: the machine may be busy with something else."""
 SLOWDOWN = 10.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from langchain_card.core.controller import Controller
 from langchain_card.core.costs import Mean
+from langchain_card.core.frontier import Frontier
 from langchain_card.core.policy import Load, TextStats
 
 TEXT = TextStats(hits=Mean(0.8), pace=Mean(1.0))
@@ -58,3 +59,18 @@ def test_what_nobody_knows_is_found_out_by_one_answer_alone() -> None:
         for _ in range(2):
             policy.observe_reading(load, 100, 0.2)
         assert bool(policy.read_budget(load, TEXT, 60, 20, 100)) is reads
+
+
+def test_requests_decide_together_on_a_draft_step_that_they_share() -> None:
+    """A step of two takes 12 ms, one of one 10, and saves each 8: together it pays, and alone it does not."""
+    policy, load = Controller(shared_device=True), Load("sequential", 2)
+    for together, elapsed in ((1, 0.010), (2, 0.012)):
+        policy.observe_draft_step(load, together, together, elapsed, 1)
+    for rows, elapsed in {2: 0.050, 4: 0.050, 8: 0.050}.items():
+        policy.observe_pass(load, [TEXT, TEXT], rows, 2, elapsed, 0.050)
+    policy.draft_hits = Mean(1.0)
+    worth = Frontier([0.4], lead=policy.limits.max_lead)  # 0.4 tokens of 20 ms; no layer follows
+    assert policy.draft_pays(load, [TEXT] * 2, [worth] * 2) == [True, True]
+    assert policy.draft_pays(load, [TEXT], [worth]) == [False]
+    less = worth._replace(chances=[0.05])
+    assert policy.draft_pays(load, [TEXT] * 2, [less] * 2) == [False, False]

@@ -157,21 +157,6 @@ def test_what_never_pays_is_tried_less_and_less() -> None:
     assert set(verified) <= set(drafted)
 
 
-def test_requests_decide_together_on_a_draft_step_that_they_share() -> None:
-    """A step of two takes 12 ms, one of one 10, and saves each 8: together it pays, and alone it does not."""
-    policy, load = Controller(shared_device=True), Load("sequential", 2)
-    for together, elapsed in ((1, 0.010), (2, 0.012)):
-        policy.observe_draft_step(load, together, together, elapsed, 1)
-    for rows, elapsed in {2: 0.050, 4: 0.050, 8: 0.050}.items():
-        policy.observe_pass(load, [TEXT, TEXT], rows, 2, elapsed, 0.050)
-    policy.draft_hits = Mean(1.0)
-    worth = Frontier([0.4], lead=policy.limits.max_lead)  # 0.4 tokens of 20 ms; no layer follows
-    assert policy.draft_pays(load, [TEXT] * 2, [worth] * 2) == [True, True]
-    assert policy.draft_pays(load, [TEXT], [worth]) == [False]
-    less = worth._replace(chances=[0.05])
-    assert policy.draft_pays(load, [TEXT] * 2, [less] * 2) == [False, False]
-
-
 def test_a_trial_that_is_due_does_not_stand_in_the_way_of_what_pays() -> None:
     """Where prompt lookup keeps candidates coming, a lead is always there."""
     load, policy = Load("sequential"), learnt("sequential", {1: 0.02}, {1: 0.10, 4: 0.13}, 0.10)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.kv_cache import KVCache
+from langchain_card.runtime.grid_attention import Bucket
+from langchain_card.runtime.kv_cache import KVCache, KVPool
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
@@ -105,6 +107,24 @@ def test_a_full_grid_answers_in_the_order_of_the_batch(tiny_pairs: Pairs) -> Non
     first, second = model.step(batch).clone().split(8)
     assert not torch.equal(first, second)
     assert torch.equal(model.step(batch[::-1]), torch.cat([second, first]))
+
+
+def test_every_window_has_a_captured_step() -> None:
+    """Whatever its rows, sequences and positions; and there are few of them, because each takes time at the start."""
+    pool: KVPool[Any] = KVPool(lambda count: None, max_len=8192, num_scratch=16, num_seqs=16)
+    ladder, rng = Bucket.ladder(pool), random.Random(2)
+    assert len(ladder) == len(set(ladder)) == 27 and ladder[0].seqs * ladder[0].width == 256
+    caches = [pool.open() for _ in range(16)]
+    for _ in range(100):
+        batch = [
+            Rows(cache, [1] * count, start, [tuple(range(i + 1)) for i in range(count)])
+            for cache in rng.sample(caches, rng.randint(1, 16))
+            for count, start in [(rng.randint(1, 16), rng.randint(0, 8176))]
+        ]
+        bucket = Bucket.of(batch)
+        assert bucket in ladder and bucket.width >= max(len(rows.token_ids) for rows in batch)
+        assert bucket.keys > max(max(rows.positions) for rows in batch)
+        assert bucket.seqs > max(rows.cache.index for rows in batch)
 
 
 @pytest.mark.parametrize(("width", "most"), [(None, 1), (8, 16)], ids=["any shape", "one shape"])
