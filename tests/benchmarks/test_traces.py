@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.contest.__main__ import main as contest_main
 from benchmarks.contest.beams import beam_reach, trace_path
+from benchmarks.contest.contest import BATCHES, CPU_CELLS
 from benchmarks.contest.devices import costs_of, load_device
 from benchmarks.contest.paths import DEEP, MISS, TOP, Kind
 from benchmarks.contest.record import main as record_main
@@ -112,7 +113,7 @@ def test_bench_simulates_over_traces_of_ones_own(tmp_path: Path, capsys: pytest.
     assert "made-up: 1 texts, 100 tokens" in out and out.count("card-synchronous") == 1
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {"trace", "c", "method", "setting", "speedup", "ceiling"} == set(rows[0])
-    assert sum(row["method"] == "card" for row in rows) == 1 + 1 + 4, "alone, on one device, and four batches"
+    assert sum(row["method"] == "card" for row in rows) == 1 + 1 + len(BATCHES) + len(CPU_CELLS), "alone, on one device, ..."
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -49,7 +49,7 @@ def test_explore_every_interleaving(say: Callable[[str], None]) -> None:
 @pytest.mark.slow
 def test_explore_every_interleaving_of_large_worlds(say: Callable[[str], None]) -> None:
     with pool() as workers:
-        check_coverage(LARGE_WORLDS, workers.map(exhaust, LARGE_WORLDS), 1_500_000 if LONG else 330_000, say)
+        check_coverage(LARGE_WORLDS, workers.map(exhaust, LARGE_WORLDS), 1_500_000 if LONG else 300_000, say)
 
 
 def random_run(seed: int) -> tuple[int, int, int]:
