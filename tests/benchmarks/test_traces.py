@@ -113,7 +113,9 @@ def test_bench_simulates_over_traces_of_ones_own(tmp_path: Path, capsys: pytest.
     assert "made-up: 1 texts, 100 tokens" in out and out.count("card-synchronous") == 1
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {"trace", "c", "method", "setting", "speedup", "ceiling"} == set(rows[0])
-    assert sum(row["method"] == "card" for row in rows) == 1 + 1 + len(BATCHES) + len(CPU_CELLS), "alone, on one device, ..."
+    assert sum(row["method"] == "card" for row in rows) == 1 + 1 + len(BATCHES) + len(CPU_CELLS), (
+        "alone, on one device, ..."
+    )
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
