@@ -14,9 +14,9 @@ Part one, the protocol. Pure functions of plain numbers: no torch, no thread, no
 7.  core/lifecycle.py       how a request begins and ends on the workers; core/workers.py: which workers are up
 8.  core/drafter_state.py   the fences against late, lost and repeated proposals
 9.  core/proposals.py       how proposals enter the cache
-10. core/query.py           what a round verifies, and which draft steps it waits for; core/frontier.py
+10. core/query.py           what a round verifies, and which draft steps it waits for
 11. core/policy.py          the seam for decisions that need measurements
-12. core/controller.py      the policy that learns: core/costs.py, core/pass_timing.py
+12. core/controller.py      the policy that learns: core/costs.py, core/schedules.py, core/pass_timing.py
 
 Part two, the engine: what carries the effects out.
 

@@ -11,21 +11,19 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from langchain_card.config import Limits, Pins, Schedule
+from langchain_card.core.candidates import Frontier
 from langchain_card.core.costs import (
     ROW_COST,
     SIZE_DECAY,
     Calibration,
     CostModel,
     Mean,
-    Probe,
-    seconds_by_model,
-    with_a_chain,
+    Slowness,
 )
-from langchain_card.core.frontier import Frontier
-from langchain_card.core.policy import DraftGrant, Load, TextStats
+from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
+from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
 
 ANSWER_PRIOR = 128.0
 """Tokens of an answer, before any was measured."""
@@ -45,9 +43,6 @@ SAVED_PRIOR = 0.3
 CAUTION = 1.2
 """Times that a token of a batch must be worth its cost: most gains are small there, and estimates err."""
 
-LENGTH_CLASS = 2048
-"""Texts below this length, below twice that, below four times that, ... have costs of their own."""
-
 ROWS_A_LAYER = 1.5
 """Candidates that a window holds in each of its layers, about."""
 
@@ -63,12 +58,6 @@ WAIT_SHARE = 0.6
 MIN_CHANCE = 0.002
 """Nodes that the target reaches with a smaller chance are never expanded."""
 
-FIRST_TRIAL = 8
-"""Requests after which the slower schedule is measured again; then twice as many, and so on."""
-
-TRIAL_AFTER, TRIAL_ROUNDS = 12, 4
-"""Rounds of an answer before a trial, and rounds of a trial: its price is bounded, however slow that schedule is."""
-
 HITS_WEIGHT = 10.0
 """Tokens of a new text that the hits of all texts are worth."""
 
@@ -77,9 +66,6 @@ PACE_WEIGHT = 4.0
 
 ALL_DECAY = 0.998
 """Weight of the past for the hits of all texts."""
-
-STAY = 0.95
-"""Running requests change their schedule if another one is expected to take less than this share of the time."""
 
 UNLISTED_PRIOR = 0.2
 """Share of a stated chance that an unlisted candidate has at first (docs/LOG.md, 2026-11-23)."""
@@ -105,13 +91,13 @@ class Controller:
     overlaps: bool = False
 
     def __post_init__(self) -> None:
-        self.costs: dict[tuple[Schedule, int, int], CostModel] = {}
+        self.costs: dict[LoadKey, CostModel] = {}
+        self.draft_slowness, self.target_slowness = Slowness(), Slowness()
         self.answers = Mean(prior=ANSWER_PRIOR, weight=2)
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)
-        self.trials: dict[Schedule, Probe] = {"sequential": Probe(FIRST_TRIAL), "parallel": Probe(FIRST_TRIAL)}
-        self._rounds, self._trial = 0, cast("Schedule | None", None)  # of the answer; what ran before a trial
+        self.choice = ScheduleChoice(self.costs, self.seconds_a_token, self.target_slowness)
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
@@ -120,52 +106,10 @@ class Controller:
         return TextStats(Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY), Mean(1.0, PACE_WEIGHT))
 
     def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
-        """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster.
-
-        There, several requests run `sequential`: they share draft steps, and their passes want all cores. So do the
-        first answers that are written alone. Such an answer is also a trial: for a few rounds it runs the other
-        schedule, in the first answer, and then again after 8, 16, 32, ... answers.
-        """
+        """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster."""
         if not (self.shared_device and self.overlaps):
             return "sequential" if self.shared_device else "parallel"
-        if current is None or len(texts) > 1:
-            self._rounds, self._trial = 0, None
-        elif self._trial is not None and self._rounds <= TRIAL_AFTER + TRIAL_ROUNDS:
-            return current
-        if len(texts) > 1:
-            return "sequential"
-        expected = self._expected(texts[0], positions)
-        usual = self._trial or current
-        best: Schedule = usual or "sequential"
-        if known := all(expected.values()):
-            if usual in expected:
-                expected[usual] *= STAY
-            best = min(self.trials, key=expected.__getitem__)
-        self._trial = None
-        return self._try(best, known) if self._rounds == TRIAL_AFTER else best
-
-    def _try(self, best: Schedule, known: bool) -> Schedule:
-        """Return the other schedule if it is due, or was never measured; else the best."""
-        other = next(schedule for schedule in self.trials if schedule != best)
-        tried = other if self.trials[other].due or not known else best
-        for schedule, probe in self.trials.items():
-            probe.seen() if schedule in (best, tried) else probe.missed()
-        self._trial = best if tried != best else None
-        self._rounds += 1
-        return tried
-
-    def _expected(self, text: TextStats, positions: int) -> dict[Schedule, float]:
-        """Return the expected time per token under both schedules, by step times of one load that both have run.
-
-        The step times of a short text under one schedule say nothing about those of a long text under the other.
-        """
-        loads = [Load(schedule, 1, positions) for schedule in self.trials]
-        comparable = [key for key, costs in self.costs.items() if costs.comparable]
-        common = set.intersection(*({key[1:] for key in comparable if key[0] == load.schedule} for load in loads))
-        nearest = min(common, key=lambda key: _distance(key, loads[0]), default=None)
-        keys = [None if nearest is None else (schedule, *nearest) for schedule in self.trials]
-        costs, hits = [None if key is None else self.costs[key] for key in keys], text.hits.value
-        return {load.schedule: self.seconds_a_token(load, hits, own) for load, own in zip(loads, costs, strict=True)}
+        return self.choice.choose(texts, current, positions)
 
     def seconds_a_token(self, load: Load, hits: float | None = None, costs: CostModel | None = None) -> float:
         """Return the expected time per token of all answers; 0 before steps were measured.
@@ -178,9 +122,9 @@ class Controller:
             hits: share of tokens that are the draft's first guess; None for the usual one.
             costs: of the load, or of one like it.
         """
-        costs = costs or self.costs.get(_key(load)) or self._new_costs(load)
+        costs = costs or self.costs.get(load.key) or self._new_costs(load)
         hits = self.usual_hits.value if hits is None else hits
-        return self._by_model(load, hits, costs) * costs.per_expected.value
+        return self._by_model(load, hits, costs) * costs.per_expected.at(hits)
 
     def _by_model(self, load: Load, hits: float, costs: CostModel) -> float:
         parallel = load.schedule == "parallel"
@@ -245,7 +189,7 @@ class Controller:
             return SAVED_PRIOR * plain / count  # what one of them finds out, all know
         if load.schedule == "parallel":
             return plain - self.seconds_a_token(load, hits, costs)
-        drafted = with_a_chain(costs, count, hits, self.limits.max_lead) * costs.per_expected.value
+        drafted = with_a_chain(costs, count, hits, self.limits.max_lead) * costs.per_expected.at(hits)
         return plain / text.pace.value - drafted
 
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
@@ -326,7 +270,7 @@ class Controller:
         since_last: float | None,
     ) -> None:
         """Learn the time of a pass, and the time per token."""
-        self._rounds += 1
+        self.choice.count_round()
         costs = self.costs_of(load)
         costs.target.observe(rows, elapsed)
         costs.pace.add(tokens / len(texts))
@@ -337,7 +281,7 @@ class Controller:
             costs.per_token.add(since_last / tokens, tokens)
             hits = statistics.fmean(text.hits.value for text in texts)
             if drafted and costs.known and (expected := self._by_model(load, hits, costs)):
-                costs.observe_expected(since_last / tokens / expected, tokens)
+                costs.per_expected.add(since_last / tokens / expected, hits, tokens)
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
         """Learn the time of a draft step, its depth, and how requests share it."""
@@ -374,25 +318,16 @@ class Controller:
 
     def costs_of(self, load: Load) -> CostModel:
         """Return the cost model of a load; loads of about the same size share one."""
-        if (key := _key(load)) not in self.costs:
+        if (key := load.key) not in self.costs:
             self.costs[key] = self._new_costs(load)
         return self.costs[key]
 
     def _new_costs(self, load: Load) -> CostModel:
         """Make the cost model of a new load, with the step times of the load that is most like it."""
-        nearest = min(self._measured(load.schedule), key=lambda key: _distance(key[1:], load), default=None)
-        return CostModel(load.num_seqs, None if nearest is None else self.costs[nearest])
+        nearest = min(self._measured(load.schedule), key=load.distance, default=None)
+        alike = None if nearest is None else self.costs[nearest]
+        return CostModel(load.num_seqs, alike, self.draft_slowness, self.target_slowness)
 
-    def _measured(self, schedule: Schedule) -> list[tuple[Schedule, int, int]]:
+    def _measured(self, schedule: Schedule) -> list[LoadKey]:
         """Return the keys of the loads whose steps were measured under a schedule."""
         return [key for key, costs in self.costs.items() if key[0] == schedule and costs.known]
-
-
-def _key(load: Load) -> tuple[Schedule, int, int]:
-    return load.schedule, load.num_seqs.bit_length(), (load.positions // LENGTH_CLASS).bit_length()
-
-
-def _distance(key: tuple[int, int], load: Load) -> tuple[int, int]:
-    """Return how unlike a load and that of a key are: in requests first, then in length."""
-    _, size, length = _key(load)
-    return abs(key[0] - size), abs(key[1] - length)

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from langchain_card.config import Schedule
+from langchain_card.core.candidates import Frontier
 from langchain_card.core.costs import Mean
-from langchain_card.core.frontier import Frontier
+
+LENGTH_CLASS = 2048
+"""Texts below this length, below twice that, below four times that, ... have costs of their own."""
+
+LoadKey: TypeAlias = tuple[Schedule, int, int]
 
 
 class Load(NamedTuple):
@@ -26,6 +31,16 @@ class Load(NamedTuple):
     schedule: Schedule
     num_seqs: int = 1
     positions: int = 0
+
+    @property
+    def key(self) -> LoadKey:
+        """Loads of the same key share their costs: about as many requests, and texts about as long."""
+        return self.schedule, self.num_seqs.bit_length(), (self.positions // LENGTH_CLASS).bit_length()
+
+    def distance(self, key: LoadKey) -> tuple[int, int]:
+        """Return how unlike this load and those of a key are: in requests first, then in length."""
+        _, size, length = self.key
+        return abs(key[1] - size), abs(key[2] - length)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
-from langchain_card.core.frontier import Frontier, frontier
+from langchain_card.core.candidates import Frontier, frontier
 from langchain_card.core.policy import DraftGrant, Load, Policy
 from langchain_card.core.state import RequestState
 

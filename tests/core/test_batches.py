@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from langchain_card.core.candidates import Frontier
 from langchain_card.core.controller import Controller
 from langchain_card.core.costs import Mean
-from langchain_card.core.frontier import Frontier
 from langchain_card.core.policy import Load, TextStats
 
 TEXT = TextStats(hits=Mean(0.8), pace=Mean(1.0))

@@ -11,12 +11,11 @@ import pytest
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core import query
-from langchain_card.core.candidates import CandidateTree
+from langchain_card.core.candidates import CandidateTree, frontier
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.costs import Calibration
 from langchain_card.core.drafter_state import DrafterState
-from langchain_card.core.frontier import frontier
 from langchain_card.core.messages import Proposal
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats, SamplingParams

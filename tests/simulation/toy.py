@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from langchain_card.config import Schedule
+from langchain_card.core.candidates import Frontier
 from langchain_card.core.costs import Mean
-from langchain_card.core.frontier import Frontier
 from langchain_card.core.messages import Begin, Proposal, Verdict, Window
 from langchain_card.core.policy import DraftGrant, Load, TextStats
 from langchain_card.core.request import Request

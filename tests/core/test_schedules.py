@@ -1,0 +1,220 @@
+"""The schedule that "auto" stands for: measurements decide, and what was not measured is tried at a bounded price."""
+
+from __future__ import annotations
+
+import pytest
+
+from langchain_card.config import Schedule
+from langchain_card.core.controller import Controller
+from langchain_card.core.costs import Mean, PerExpected
+from langchain_card.core.policy import Load, TextStats
+from langchain_card.core.schedules import CHANGED, STAY, TRIAL_AFTER, TRIAL_ROUNDS
+
+TEXT = TextStats(Mean(0.8, 5.0), Mean(1.0, 4.0))
+"""A text that no test changes."""
+
+
+def observe(policy: Controller, load: Load, one: float, eight: float, step: float) -> None:
+    """Shows a policy passes of one row and of eight, and draft steps, of these seconds."""
+    for _ in range(40):
+        policy.observe_pass(load, [TEXT], 1, 1, one, None)
+        policy.observe_pass(load, [TEXT], 8, 4, eight, None)
+        policy.observe_draft_step(load, 1, 1, step, 1)
+
+
+def measured(parallel: tuple[float, float, float], sequential: tuple[float, float, float], hits: int) -> Controller:
+    """A policy that saw passes of one row and of eight, and draft steps, of these seconds; and `hits` of ten tokens."""
+    policy = Controller(shared_device=True, overlaps=True)
+    for schedule, (one, eight, step) in (("parallel", parallel), ("sequential", sequential)):
+        observe(policy, Load(schedule), one, eight, step)  # type: ignore[arg-type]
+    for i in range(600):
+        policy.observe_token(policy.new_text(), hit=i % 10 < hits, first=i % 10 < hits)
+    return policy
+
+
+def auto(policy: Controller, num_seqs: int, current: Schedule | None, positions: int = 0) -> Schedule:
+    """The choice for so many new texts."""
+    return policy.auto([policy.new_text() for _ in range(num_seqs)], current, positions)
+
+
+def test_auto_is_the_schedule_that_measured_steps_make_faster() -> None:
+    overlap_pays = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9)
+    assert auto(overlap_pays, 1, None) == "parallel"
+    cores_are_few = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
+    assert auto(cores_are_few, 1, None) == "sequential"
+
+
+def test_auto_changes_with_the_number_of_requests() -> None:
+    policy = measured((0.06, 0.14, 0.02), (0.055, 0.09, 0.015), hits=9)
+    assert auto(policy, 1, None) == "parallel"
+    assert auto(policy, 1, "parallel") == "parallel"
+    assert auto(policy, 16, "parallel") == "sequential", "they share draft steps, and passes want all cores"
+    assert auto(policy, 16, "sequential") == "sequential"
+    assert auto(policy, 1, "sequential") == "parallel", "the last one of a batch"
+    assert auto(policy, 1, "parallel") == "parallel"
+
+
+def test_auto_follows_what_was_measured_where_steps_let_expect_something_else() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("parallel")
+    assert auto(policy, 1, None) == "parallel"
+    expected = policy.seconds_a_token(load)
+    for _ in range(100):
+        policy.observe_pass(
+            load, [policy.new_text()], 8, 4, 0.10, 4 * 1.6 * expected
+        )  # misses waste more than the model says
+    assert policy.seconds_a_token(load) == pytest.approx(1.6 * expected, rel=0.1)
+    assert auto(policy, 1, None) == "sequential"
+    for _ in range(200):
+        policy.observe_pass(
+            Load("sequential"), [policy.new_text()], 8, 2, 0.09, 2 * 4 * expected
+        )  # a harder text, or a busy machine
+    assert auto(policy, 1, None) == "parallel"
+
+
+def test_one_pass_that_was_held_up_changes_little() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential")
+    usual = policy.seconds_a_token(load)
+    policy.observe_pass(load, [policy.new_text()], 8, 4, 0.09, 30.0)
+    assert policy.seconds_a_token(load) < 1.6 * usual
+
+
+def test_passes_without_a_draft_say_nothing_about_drafting() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential")
+    policy.observe_pass(load, [policy.new_text()], 1, 1, 0.055, None)
+    usual = policy.costs_of(load).per_expected.at(0.8)
+    for _ in range(50):
+        policy.observe_pass(load, [policy.new_text()], 1, 1, 0.055, 0.055)
+    assert policy.costs_of(load).per_expected.at(0.8) == usual
+
+
+def test_long_texts_have_step_times_of_their_own() -> None:
+    policy, long = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.03), hits=9), 8000
+    assert auto(policy, 1, None, 100) == auto(policy, 1, None, long) == "parallel", "as short ones, before any was seen"
+    observe(policy, Load("parallel", 1, long), 0.60, 1.0, 0.02)
+    assert auto(policy, 1, None, long) == "parallel", "short texts say nothing about the other schedule"
+    observe(policy, Load("sequential", 1, long), 0.30, 0.4, 0.03)
+    assert auto(policy, 1, None, 100) == "parallel"
+    assert auto(policy, 1, None, long) == "sequential"
+
+
+def test_a_draft_that_saves_little_of_a_long_text_does_not_read_it() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential", 1, 8000)
+    for _ in range(2):
+        policy.observe_reading(load, 100, 0.1)
+    assert policy.read_budget(load, policy.new_text(), 1000, 20, 60), "it would save what it saves of short texts"
+    observe(policy, load, 0.30, 2.4, 0.29)
+    assert not policy.read_budget(load, policy.new_text(), 1000, 20, 60)
+
+
+def test_a_schedule_whose_draft_only_read_counts_as_plain_decoding() -> None:
+    policy = Controller(shared_device=True, overlaps=True)
+    observe(policy, Load("parallel"), 0.06, 0.10, 0.02)
+    for _ in range(40):
+        policy.observe_pass(Load("sequential"), [TEXT], 1, 1, 0.055, 0.055)
+    assert auto(policy, 1, None) == "sequential", "an answer too short to draft for says nothing"
+    for _ in range(2):
+        policy.observe_reading(Load("sequential"), 100, 10.0)
+    assert policy.seconds_a_token(Load("sequential")) == pytest.approx(0.055)
+    assert auto(policy, 1, None) == "parallel"
+
+
+def test_auto_does_not_change_for_little() -> None:
+    policy = measured((0.06, 0.1, 0.02), (0.058, 0.099, 0.003), hits=9)
+    better, worse = (policy.seconds_a_token(Load(schedule)) for schedule in ("sequential", "parallel"))
+    assert STAY * worse < better < worse
+    assert auto(policy, 1, "parallel") == "parallel"
+    assert auto(policy, 1, None) == "sequential"
+
+
+def test_several_requests_that_begin_where_nothing_is_known_have_all_cores() -> None:
+    fresh = Controller(shared_device=True, overlaps=True)
+    assert auto(fresh, 8, None) == "sequential"
+    assert auto(fresh, 1, "sequential") == "sequential", "what nobody knows goes on as it was"
+
+
+@pytest.mark.parametrize(("shared", "schedule"), [(True, "sequential"), (False, "parallel")])
+def test_auto_elsewhere_is_what_the_devices_say(shared: bool, schedule: str) -> None:
+    policy = Controller(shared_device=shared)
+    assert {auto(policy, count, None) for count in (1, 2, 16)} == {schedule}
+
+
+def answer(policy: Controller, rounds: int = 20) -> list[Schedule]:
+    """The schedules of an answer's rounds, whose steps take twice as long under `parallel`."""
+    ran, schedule = list[Schedule](), None
+    for _ in range(rounds):
+        schedule = auto(policy, 1, schedule)
+        ran.append(schedule)
+        load, slow = Load(schedule), 2 if schedule == "parallel" else 1
+        policy.observe_pass(load, [TEXT], 8, 4, 0.09 * slow, None)
+        policy.observe_draft_step(load, 1, 1, 0.015 * slow, 1)
+    return ran
+
+
+def test_auto_tries_what_was_never_measured_and_seldom_what_is_slower() -> None:
+    policy = Controller(shared_device=True, overlaps=True)
+    trial = ["sequential"] * TRIAL_AFTER + ["parallel"] * TRIAL_ROUNDS
+    assert answer(policy) == [*trial, *["sequential"] * (20 - len(trial))], "a trial is short, and in the first answer"
+    ran = [answer(policy) for _ in range(200)]
+    assert [i for i, schedules in enumerate(ran) if "parallel" in schedules] == [8, 25, 58, 123]
+    assert all(schedules.count("parallel") <= TRIAL_ROUNDS for schedules in ran)
+
+
+def test_a_trial_that_measured_nothing_ends_with_what_ran_before() -> None:
+    policy, schedule = Controller(shared_device=True, overlaps=True), "sequential"
+    assert auto(policy, 1, None) == "sequential"
+    ran = list[Schedule]()
+    for _ in range(20):
+        policy.observe_pass(Load(schedule), [TEXT], 1, 1, 0.05, 0.05)  # a draft that has nothing to do
+        schedule = auto(policy, 1, schedule)
+        ran.append(schedule)
+    assert ran.count("parallel") == TRIAL_ROUNDS and ran[-1] == "sequential"
+
+
+def test_a_short_answer_is_no_trial() -> None:
+    policy = Controller(shared_device=True, overlaps=True)
+    assert all(answer(policy, TRIAL_AFTER) == ["sequential"] * TRIAL_AFTER for _ in range(20))
+
+
+def test_an_answer_changes_to_what_its_own_text_makes_faster() -> None:
+    policy = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9)
+    text = policy.new_text()
+    assert policy.auto([text], None) == "parallel"
+    for _ in range(30):
+        policy.observe_token(text, hit=False, first=False)
+    assert policy.auto([text], "parallel") == "sequential", "drafts of this text are wrong"
+    assert auto(policy, 1, None) == "parallel", "those of the next one are as right as usual"
+
+
+def test_a_schedule_that_did_not_run_is_expected_to_slow_down_with_the_machine() -> None:
+    policy = measured((0.11, 0.20, 0.03), (0.055, 0.09, 0.015), hits=9)
+    before = policy.seconds_a_token(Load("parallel"))
+    assert auto(policy, 1, None) == "sequential"
+    for _ in range(40):
+        policy.observe_pass(Load("sequential"), [TEXT], 8, 4, 0.09 * 1.4, None)
+        policy.observe_draft_step(Load("sequential"), 1, 1, 0.015 * 1.4, 1)
+    assert policy.seconds_a_token(Load("parallel")) == pytest.approx(1.4 * before, rel=0.1)
+    assert auto(policy, 1, "sequential") == "sequential"
+
+
+def test_a_machine_that_became_busy_is_measured_again() -> None:
+    """A program that takes one of two cores slows passes on both of them more than those that share the cores."""
+    policy, schedule = measured((0.11, 0.20, 0.03), (0.055, 0.09, 0.015), hits=9), "sequential"
+    ran = list[Schedule]()
+    for _ in range(60):
+        slow = 3.0 if schedule == "sequential" else 1.2
+        one, step = (0.09, 0.015) if schedule == "sequential" else (0.20, 0.03)
+        policy.observe_pass(Load(schedule), [TEXT], 8, 4, one * slow, None)
+        policy.observe_draft_step(Load(schedule), 1, 1, step * slow, 1)
+        schedule = auto(policy, 1, schedule)
+        ran.append(schedule)
+    assert set(ran[-20:]) == {"parallel"}
+    assert CHANGED > 1.4, "the common wobble of a host is no change"
+
+
+def test_kinds_of_text_have_ratios_of_their_own() -> None:
+    ratios = PerExpected()
+    for _ in range(200):
+        ratios.add(0.8, 0.97, 4)
+        ratios.add(1.2, 0.6, 2)
+    assert ratios.at(0.97) == pytest.approx(0.8, abs=0.05) and ratios.at(0.6) == pytest.approx(1.2, abs=0.08)
+    assert ratios.at(0.97) < ratios.at(0.75) < ratios.at(0.6), "no such text yet: what all texts are like"
