@@ -2,6 +2,7 @@
 
     python benchmarks/rounds.py (some minutes)
     python benchmarks/rounds.py --pair SET [--count N] (a minute)
+    python benchmarks/rounds.py --predict SET [--count N] (two minutes)
 
 The first prints the thread time of a round besides the two forward passes. Recorded text is replayed through the real
 coordinator and the real draft tree. The draft expands as many nodes as it may, however unlikely. Three runs do the
@@ -9,11 +10,15 @@ same, and the fastest time of each operation counts, because hosts are noisy.
 
 The second prints the time of a round of the built-in pair beside that of its steps, under `plain` and `sequential`. A
 round goes from one verdict to the next; those in which a text was read are left out.
+
+The third compares the speed of `sequential` with that on the virtual clock, which runs the same texts with the step
+times that were measured in the same answers. Of other drafters than the model it knows nothing, so they are left out.
 """
 
 import argparse
 import contextlib
 import gc
+import statistics
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -23,18 +28,21 @@ from time import thread_time
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.contest.contenders import Costs
 from benchmarks.contest.contest import GPU_LIMITS, GPU_SLOTS, Library, joined
 from benchmarks.contest.devices import costs_of, load_device
 from benchmarks.contest.traces import shipped
-from langchain_card.config import Limits
+from langchain_card.config import Limits, Schedule
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
+from langchain_card.core.costs import StepTimes
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.draft_step import DraftStep
 from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
 
 LIMITS = {"default": Limits(), "GPU": GPU_LIMITS}
+SCHEDULES: tuple[Schedule, ...] = ("plain", "sequential")
 EVENTS = {m.Proposed: "take in", m.TargetReady: "query", m.Verified: "commit"}
 PARTS = {"draft tree": "step", "take in": "step", "correct the tree": "pass", "query": "pass", "commit": "pass"}
 
@@ -132,6 +140,69 @@ def pair_rounds(prompts, schedule, engine, events):
     return count, rows / count, steps / count, *(1e3 * total / count for total in (seconds, passes, drafts))
 
 
+def answer_rounds(engine, events, prompt, schedule, target, draft):
+    """Return the seconds and tokens of an answer's rounds, and observe its steps in two `StepTimes`."""
+    events.clear()
+    engine.submit(prompt, SamplingParams(max_tokens=96, schedule=schedule, tenant=f"{schedule}, {prompt}")).result()
+    seconds, tokens, own, last = 0.0, 0, [], None
+    for event, committed in events:
+        if isinstance(event, m.Proposed):
+            own.append(event.proposal)
+            continue
+        if last is not None and not event.verdict.read and not any(proposal.read for proposal in own):
+            seconds, tokens = seconds + event.now - last, tokens + committed
+            target.observe(len(event.verdict.target_ids), event.verdict.elapsed)
+            for proposal in own:
+                if proposal.forwarded:
+                    draft.observe(proposal.together, proposal.elapsed)
+        own, last = [], event.now
+    return seconds, tokens
+
+
+def compare_with_clock(name, count):
+    """Print the speed of `sequential` over plain for each text, measured and on the virtual clock."""
+    from benchmarks.contest.contest import CPU_SLOTS, card
+    from benchmarks.contest.record import record
+    from langchain_card.bench import prompts
+    from langchain_card.bench.teacher_forced import shared_model
+    from langchain_card.config import EngineConfig
+    from langchain_card.engine.engine import Engine
+    from langchain_card.models.loader import resolve
+    from langchain_card.runtime.runner import ModelRunner
+
+    config, events, found = EngineConfig(drafters=(), stack=()), [], []
+    pair = resolve(config)
+    assert pair.draft is not None
+
+    def note(event, effects):
+        if isinstance(event, m.Verified) or (isinstance(event, m.Proposed) and event.proposal.source == "model"):
+            events.append((event, sum(len(effect.token_ids) for effect in effects if isinstance(effect, m.Emit))))
+
+    print("| text | plain, ms a token | sequential | times plain | on the virtual clock | measured / clock |")
+    print("| --- " * 6 + "|")
+    with Engine(config, pair=pair, observe=note) as engine, shared_model(pair.draft) as model:
+        runner = ModelRunner(model, max_len=engine.max_model_len, num_scratch=16)
+        texts = [prompts.user_prompt(engine, text) for text in prompts.find(name, count)]
+        answer_rounds(engine, events, texts[0], "sequential", StepTimes(), StepTimes())  # learns the speeds
+        policy = Controller(shared_device=True)
+        for number, prompt in enumerate(texts):
+            target, draft, ms = StepTimes(), StepTimes(), []
+            for schedule in SCHEDULES:
+                seconds, tokens = answer_rounds(engine, events, prompt, schedule, target, draft)
+                ms.append(1e3 * seconds / max(tokens, 1))
+            if not all((*ms, draft.at(1))):
+                continue  # too short, or not worth a draft
+            trace, costs = record(engine, runner, prompt, 96), Costs(draft.at, target.at)
+            plain, drafted = (
+                card([trace], costs, schedule, policy, limits=Limits(), num_slots=CPU_SLOTS) for schedule in SCHEDULES
+            )
+            measured, clock = ms[0] / ms[1], drafted / plain
+            found.append(measured / clock)
+            figures = (*(f"{x:.1f}" for x in ms), *(f"{x:.2f}" for x in (measured, clock, found[-1])))
+            print(f"| {number} | " + " | ".join(figures) + " |", flush=True)
+    print(f"\nmeasured / clock: median {statistics.median(found):.3f}, {min(found):.3f} to {max(found):.3f}")
+
+
 def measure_pair(name, count):
     """Print the table of the built-in pair."""
     from langchain_card.bench import prompts
@@ -157,7 +228,7 @@ def measure_pair(name, count):
     with Engine(observe=note) as engine:
         texts = [prompts.user_prompt(engine, text) for text in prompts.find(name, count)]
         pair_rounds(texts[:1], "sequential", engine, events)  # kernels are loaded, speeds learned
-        for schedule in ("plain", "sequential"):
+        for schedule in SCHEDULES:
             rounds, rows, steps, whole, one, drafts = pair_rounds(texts, schedule, engine, events)
             row = (rounds, f"{rows:.1f}", f"{steps:.1f}", *(f"{ms:.1f}" for ms in (whole, one, drafts)))
             print(f"| {schedule} | " + " | ".join(map(str, row)) + f" | {whole / (one + drafts):.3f} |", flush=True)
@@ -165,11 +236,13 @@ def measure_pair(name, count):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", metavar="SET", help="measure the built-in pair on prompts of this set or file")
+    pair = parser.add_mutually_exclusive_group()
+    pair.add_argument("--pair", metavar="SET", help="measure the built-in pair on prompts of this set or file")
+    pair.add_argument("--predict", metavar="SET", help="compare the built-in pair with the virtual clock")
     parser.add_argument("--count", type=int, default=6, help="prompts (6)")
     args = parser.parse_args()
-    if args.pair:
-        measure_pair(args.pair, args.count)
+    if args.pair or args.predict:
+        measure_pair(args.pair, args.count) if args.pair else compare_with_clock(args.predict, args.count)
         sys.exit()
     titles = ("limits", "nodes", "rows", *(f"{part}, a {of}" for part, of in PARTS.items()), "together, ms")
     print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")

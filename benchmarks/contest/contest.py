@@ -50,6 +50,7 @@ CPU_GRID = [
     ("plain", Pins()),
     *(("sequential", Pins(1, lead + 1, lead)) for lead in (1, 2, 3, 4, 6, 8)),
     *(("sequential", Pins(4, 16, lead)) for lead in (2, 4)),
+    *(("parallel", Pins(1, lead + 1, 0)) for lead in (2, 4, 8)),
 ]
 """The same where both models share the cores of a CPU."""
 
@@ -209,8 +210,8 @@ def cpu_cell(name: str, traces: Sequence[Trace], device: Device, count: int, tok
 
     def run(schedule: Schedule, pins: Pins | None = None) -> float:
         costs = slow_host(costs_of(device)) if slow else costs_of(device)
-        policy = controller(pins, shared_device=True, limits=limits)
-        return card(texts, costs, schedule, policy, limits=limits, num_slots=CPU_SLOTS)
+        policy = Controller(shared_device=True, limits=limits, pins=pins or Pins(), overlaps=True)
+        return card(texts, costs, schedule, policy, limits=limits, num_slots=CPU_SLOTS, slowdown=device.slowdown)
 
     plain = run("plain")
     best, schedule, pins = max(((run(s, p), s, p) for s, p in CPU_GRID), key=lambda entry: entry[0])  # type: ignore[arg-type]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from langchain_card.bench.method import Served
 from langchain_card.bench.method_table import PLAIN
 from langchain_card.errors import CARDError
 
-WARM_UP_TOKENS = 48
+WARM_UP_TOKENS = 96
 """Tokens of the answers before the measurement, which compile kernels and let `auto` measure its steps."""
 
 
@@ -30,7 +31,10 @@ class Server(Protocol):
     weights: str
 
     def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
-        """Answer prompts, so many requests at once. Texts of another `tenant` are not reused."""
+        """Answer prompts, so many requests at once, the next one when an answer ends.
+
+        Texts of another `tenant` are not reused. A prompt that came before is another tenant's.
+        """
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,18 @@ class LoadResults:
         return next((cell for cell in of_load if cell.method == method), None)
 
 
-def keep_busy(ask: Callable[[Sequence[int]], Served], prompts: Sequence[Sequence[int]], requests: int) -> list[Served]:
-    """Ask for an answer to each prompt, so many at once, from as many threads."""
+def keep_busy(answer: Callable[..., Served], requests: int, *arguments: Iterable[object]) -> list[Served]:
+    """Call `answer` with each of the arguments, so many calls at once, from as many threads."""
     with ThreadPoolExecutor(requests) as threads:
-        return [*threads.map(ask, prompts)]
+        return [*threads.map(answer, *arguments)]
+
+
+def laps(prompts: Iterable[Sequence[int]]) -> Iterator[int]:
+    """Yield for each prompt how often it came before."""
+    seen = Counter[tuple[int, ...]]()
+    for prompt in map(tuple, prompts):
+        yield seen[prompt]
+        seen[prompt] += 1
 
 
 def measure_load(
@@ -128,9 +140,8 @@ def measure_load(
             order = [*methods]
             random.Random(f"{text} {count}").shuffle(order)  # noqa: S311
             for method in order:
-                answers = list[Served]()
-                for lap in range(-(-2 * count // len(ids))):
-                    answers += _serve(results, method, ids, max_tokens, count, f"{text} {count} {lap}")
+                laps = -(-2 * count // len(ids))
+                answers = _serve(results, method, [*ids] * laps, max_tokens, count, f"{text} {count}")
                 if method.name not in results.failed:
                     results.cells.append(Cell(text, count, method.name, tuple(answers)))
                     report(results)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from langchain_card.bench.load import keep_busy
+from langchain_card.bench.load import keep_busy, laps
 from langchain_card.bench.machine import number_format, proposed_tokens
 from langchain_card.bench.method import Method, PeakMemory, Run, Served, longest_gap
 from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES
@@ -72,14 +72,13 @@ class EngineMethod:
         )
 
     def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
-        """Answer prompts, so many requests at once, as a tenant whose texts no other tenant uses."""
-        params = self._params(max_tokens, tenant)
+        """Answer prompts, so many requests at once, as tenants whose texts no other tenant uses."""
 
-        def ask(prompt: Sequence[int]) -> Served:
-            answer = self._engine.submit(prompt, params).result()
+        def answer_as(lap: int, prompt: Sequence[int]) -> Served:
+            answer = self._engine.submit(prompt, self._params(max_tokens, f"{tenant} {lap}")).result()
             return Served(answer.token_ids, answer.stats.submitted, answer.stats.first_token, answer.stats.ended)
 
-        return keep_busy(ask, prompts, requests)
+        return keep_busy(answer_as, requests, laps(prompts), prompts)
 
     def _params(self, max_tokens: int, tenant: str) -> SamplingParams:
         return SamplingParams(

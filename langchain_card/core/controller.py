@@ -20,7 +20,6 @@ from langchain_card.core.costs import (
     Calibration,
     CostModel,
     Mean,
-    Slowness,
 )
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
@@ -92,12 +91,11 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.costs: dict[LoadKey, CostModel] = {}
-        self.draft_slowness, self.target_slowness = Slowness(), Slowness()
         self.answers = Mean(prior=ANSWER_PRIOR, weight=2)
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)
-        self.choice = ScheduleChoice(self.costs, self.seconds_a_token, self.target_slowness)
+        self.choice = ScheduleChoice(self.costs, self.seconds_a_token)
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
@@ -124,7 +122,7 @@ class Controller:
         """
         costs = costs or self.costs.get(load.key) or self._new_costs(load)
         hits = self.usual_hits.value if hits is None else hits
-        return self._by_model(load, hits, costs) * costs.per_expected.at(hits)
+        return self._by_model(load, hits, costs) * costs.per_expected.value
 
     def _by_model(self, load: Load, hits: float, costs: CostModel) -> float:
         parallel = load.schedule == "parallel"
@@ -189,7 +187,7 @@ class Controller:
             return SAVED_PRIOR * plain / count  # what one of them finds out, all know
         if load.schedule == "parallel":
             return plain - self.seconds_a_token(load, hits, costs)
-        drafted = with_a_chain(costs, count, hits, self.limits.max_lead) * costs.per_expected.at(hits)
+        drafted = with_a_chain(costs, count, hits, self.limits.max_lead) * costs.per_expected.value
         return plain / text.pace.value - drafted
 
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
@@ -270,8 +268,8 @@ class Controller:
         since_last: float | None,
     ) -> None:
         """Learn the time of a pass, and the time per token."""
-        self.choice.count_round()
         costs = self.costs_of(load)
+        self.choice.observe_round(load, costs)
         costs.target.observe(rows, elapsed)
         costs.pace.add(tokens / len(texts))
         drafted = rows > len(texts) or not costs.draft_probe.passes
@@ -281,7 +279,7 @@ class Controller:
             costs.per_token.add(since_last / tokens, tokens)
             hits = statistics.fmean(text.hits.value for text in texts)
             if drafted and costs.known and (expected := self._by_model(load, hits, costs)):
-                costs.per_expected.add(since_last / tokens / expected, hits, tokens)
+                costs.observe_expected(since_last / tokens / expected, tokens)
 
     def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
         """Learn the time of a draft step, its depth, and how requests share it."""
@@ -324,9 +322,8 @@ class Controller:
 
     def _new_costs(self, load: Load) -> CostModel:
         """Make the cost model of a new load, with the step times of the load that is most like it."""
-        nearest = min(self._measured(load.schedule), key=load.distance, default=None)
-        alike = None if nearest is None else self.costs[nearest]
-        return CostModel(load.num_seqs, alike, self.draft_slowness, self.target_slowness)
+        nearest = min(self._measured(load.schedule), key=lambda key: load.distance(key[1:]), default=None)
+        return CostModel(load.num_seqs, None if nearest is None else self.costs[nearest])
 
     def _measured(self, schedule: Schedule) -> list[LoadKey]:
         """Return the keys of the loads whose steps were measured under a schedule."""

@@ -13,9 +13,6 @@ DECAY = 0.9
 SPEED_DECAY = 0.8
 """Weight of the past for the speed of a device, which may change at once."""
 
-SETTLING_STEPS = 4
-"""Steps after a change of load in which a surprise is taken for a change of this load, not of the device."""
-
 SIZE_DECAY = 0.98
 """Weight of the past for the ratio of step times between sizes, which hardly changes."""
 
@@ -32,13 +29,7 @@ EXPECTED_WEIGHT = 8.0
 """Tokens that the expectation is worth before it was compared with what was measured."""
 
 TEXT_DECAY = 0.999
-"""Weight of the past against a token, for what holds of many texts: single ones differ much."""
-
-KINDS = 0.5, 0.7, 0.85, 0.95
-"""Texts are of one kind if the share of tokens that the draft guesses lies between two of these."""
-
-KIND_WEIGHT = 64.0
-"""Tokens of one kind of text that all other texts are worth."""
+"""Weight of the past against a pass, for averages over many texts: single ones differ much."""
 
 ROW_COST = 0.05
 """Assumed cost of one more row, as a share of a step, before it was measured."""
@@ -69,69 +60,22 @@ class Mean:
         self.value += (value - self.value) * weight / self.weight
 
 
-class Slowness:
-    """A common factor of the step times of all loads on a device: other programs may take a part of it.
-
-    The first steps after a change of load tell how that load fares at present. Later ones tell about the device.
-
-    Attributes:
-        value: 1 at first.
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0
-        self._load: StepTimes | None = None
-        self._steps = 0.0
-
-    def observe(self, load: StepTimes, change: float, weight: float) -> bool:
-        """Apply a change that was seen in the steps of a load; return False if that load alone has changed."""
-        self._steps = self._steps + weight if load is self._load else weight
-        self._load = load
-        if self._steps > SETTLING_STEPS:
-            self.value *= change
-        return self._steps > SETTLING_STEPS
-
-
-class PerExpected:
-    """Measured time per token as a multiple of the expected one, over many passes, by kind of text."""
-
-    def __init__(self) -> None:
-        self._all = Mean(1.0, EXPECTED_WEIGHT, TEXT_DECAY)
-        self._kinds: dict[int, Mean] = {}
-
-    def copy(self) -> PerExpected:
-        """Return an independent copy."""
-        copied = PerExpected()
-        copied._all, copied._kinds = self._all.copy(), {kind: mean.copy() for kind, mean in self._kinds.items()}
-        return copied
-
-    def at(self, hits: float) -> float:
-        """Return the multiple for a text of which the draft guesses this share."""
-        return self._kinds.get(bisect.bisect(KINDS, hits), self._all).value
-
-    def add(self, ratio: float, hits: float, tokens: int) -> None:
-        """Learn from a pass; one that was held up changes little."""
-        kind = self._kinds.setdefault(bisect.bisect(KINDS, hits), Mean(self._all.value, KIND_WEIGHT, TEXT_DECAY))
-        for mean in (self._all, kind):
-            mean.add(min(max(ratio, mean.value / MAX_SURPRISE), mean.value * MAX_SURPRISE), tokens)
-
-
 class StepTimes:
     """Measured seconds of a step by its number of rows.
 
-    Sizes up to 8 are kept apart, and two per octave above. When the device slows down, the times of all sizes rise,
-    even of those that were not observed since, and those of all loads that share its `slowness`.
+    Sizes up to 8 are kept apart, and two per octave above. Their common factor, the speed of the device, is followed
+    at once: when the device slows down, the times of all sizes rise, even of those that were not observed since.
     """
 
-    def __init__(self, slowness: Slowness | None = None) -> None:
-        self._slowness, self._own = slowness or Slowness(), 1.0
+    def __init__(self) -> None:
+        self._speed = 1.0
         self._sizes: dict[int, tuple[Mean, Mean]] = {}
         self._points: list[tuple[float, float]] = []
 
     def copy(self) -> StepTimes:
-        """Return the times for another load on the same device, which learns independently from here on."""
-        copied = StepTimes(self._slowness)
-        copied._own, copied._points = self._own, self._points
+        """Return a copy, which learns independently from here on."""
+        copied = StepTimes()
+        copied._speed, copied._points = self._speed, self._points
         copied._sizes = {about: (size.copy(), seconds.copy()) for about, (size, seconds) in self._sizes.items()}
         return copied
 
@@ -146,14 +90,16 @@ class StepTimes:
             if 0 < seconds.weight <= 1 and surprise < 1:
                 seconds.weight = 0.0  # of the first two the shorter counts: the first may have been cold
             elif seconds.weight:
-                change = (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
-                if not self._slowness.observe(self, change, weight):
-                    self._own *= change
+                self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
         size.add(rows, weight)
         seconds.add(elapsed / self._speed, weight)
         self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
         for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
             self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
+
+    def slow_down(self, factor: float) -> None:
+        """Expect all steps to take so many times as long: the device was slower, or faster, when others ran."""
+        self._speed *= factor
 
     def at(self, rows: int = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any."""
@@ -164,10 +110,6 @@ class StepTimes:
         (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
         slope = (high - low) / (many - few) if many > few else self._slope()
         return self._speed * (low + max(slope, 0.0) * (rows - few))
-
-    @property
-    def _speed(self) -> float:
-        return self._slowness.value * self._own
 
     def row_cost(self, rows: int = 1) -> float:
         """Return the seconds that one more row adds to a step over `rows` rows, on the way to half as many more."""
@@ -209,10 +151,6 @@ class Probe:
         """True when it is to be tried."""
         return self.passes >= self._after
 
-    def reset(self) -> None:
-        """Make it due, and let later trials begin anew: what was found no longer holds."""
-        self.passes = self._after = self._first
-
     def missed(self) -> None:
         """Note a pass without it."""
         self.passes += 1
@@ -229,8 +167,6 @@ class CostModel:
     Args:
         num_seqs: requests that run.
         alike: the model of a load with other requests; its times are taken over.
-        draft_slowness: of the draft's device, which all loads share.
-        target_slowness: of the target's device.
 
     Attributes:
         num_seqs: requests that ran when it was made.
@@ -241,26 +177,20 @@ class CostModel:
         has_read: whether a draft has read before.
         per_token: time per token of all answers together.
         pace: tokens of an answer a pass.
-        per_expected: measured time per token as a multiple of the expected one.
+        per_expected: measured time per token as a multiple of the expected one, over many texts.
         draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
     """
 
-    def __init__(
-        self,
-        num_seqs: int = 1,
-        alike: CostModel | None = None,
-        draft_slowness: Slowness | None = None,
-        target_slowness: Slowness | None = None,
-    ) -> None:
-        self.draft: StepTimes = alike.draft.copy() if alike is not None else StepTimes(draft_slowness)
-        self.target: StepTimes = alike.target.copy() if alike is not None else StepTimes(target_slowness)
+    def __init__(self, num_seqs: int = 1, alike: CostModel | None = None) -> None:
+        self.draft: StepTimes = alike.draft.copy() if alike is not None else StepTimes()
+        self.target: StepTimes = alike.target.copy() if alike is not None else StepTimes()
         self.sharing = Mean(prior=float(num_seqs))
         self.num_seqs: int = num_seqs
         self.read_cost: Mean = Mean() if alike is None else alike.read_cost.copy()
         self.has_read: bool = alike is not None and alike.has_read
         self.per_token: Mean = Mean(prior=self.target.at(num_seqs) / num_seqs)
         self.pace: Mean = Mean(prior=1.0)
-        self.per_expected = PerExpected()
+        self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, TEXT_DECAY)
         if alike is not None and alike.num_seqs == num_seqs:
             self.per_token, self.per_expected = alike.per_token.copy(), alike.per_expected.copy()
         self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
@@ -276,9 +206,19 @@ class CostModel:
         """True when a time per token follows: from the steps, or from the passes of a target whose draft only read."""
         return bool(self.target.at(1) and (self.draft.at(1) or self.read_cost.value))
 
+    def slow_down(self, factor: float) -> None:
+        """Expect all steps to take so many times as long."""
+        self.draft.slow_down(factor)
+        self.target.slow_down(factor)
+
     def draft_share(self, nodes: int) -> float:
         """Return one request's share, in seconds, of a draft step that expands `nodes` nodes for it."""
         return self.draft.at(round(self.sharing.value * nodes)) / self.sharing.value
+
+    def observe_expected(self, ratio: float, tokens: int) -> None:
+        """Learn the measured time of `tokens` tokens as a multiple of the expected one; one pass changes it little."""
+        usual = self.per_expected.value
+        self.per_expected.add(min(max(ratio, usual / MAX_SURPRISE), usual * MAX_SURPRISE), tokens)
 
     def takers(self, worth: Sequence[float], nodes: Sequence[int]) -> set[int]:
         """Return the requests that take a draft step together, so that they gain the most.

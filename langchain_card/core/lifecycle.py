@@ -60,12 +60,16 @@ class Lifecycle:
         return effects
 
     def _change_schedule(self, state: RequestState, schedule: Schedule, now: float) -> list[m.Effect]:
-        """Begin anew on the drafters; their candidates stay in the cache."""
-        effects: list[m.Effect] = [m.End(name, state.request.request_id) for name in state.drafters]
+        """Begin anew on the drafters whose steps cost device time; their candidates stay in the cache."""
+        paced = [name for name in state.drafters if self.drafters[name].paced]
+        effects: list[m.Effect] = [m.End(name, state.request.request_id) for name in paced]
         self.intake.absorb(state)
         state.wait(now, None)
-        state.drafters, state.schedule, state.stats.schedule = {}, schedule, schedule
-        return [*effects, *(effect for name in self.drafters for effect in self.begin_drafting(name, state))]
+        state.schedule = state.stats.schedule = schedule
+        for name in paced:
+            del state.drafters[name]
+            effects += self.begin_drafting(name, state)
+        return effects
 
     def _begin(self, state: RequestState, now: float) -> list[m.Effect]:
         """Begin, or continue, a request on the target and on the drafters that are up."""

@@ -34,13 +34,13 @@ class Load(NamedTuple):
 
     @property
     def key(self) -> LoadKey:
-        """Loads of the same key share their costs: about as many requests, and texts about as long."""
+        """Key of its costs. Loads with about as many requests, and texts about as long, share one."""
         return self.schedule, self.num_seqs.bit_length(), (self.positions // LENGTH_CLASS).bit_length()
 
-    def distance(self, key: LoadKey) -> tuple[int, int]:
-        """Return how unlike this load and those of a key are: in requests first, then in length."""
-        _, size, length = self.key
-        return abs(key[1] - size), abs(key[2] - length)
+    def distance(self, sizes: tuple[int, int]) -> tuple[int, int]:
+        """Return how unlike this load and one with the second and third part of a key are: in requests first."""
+        _, requests, length = self.key
+        return abs(sizes[0] - requests), abs(sizes[1] - length)
 
 
 @dataclass(slots=True)

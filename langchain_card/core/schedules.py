@@ -7,20 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from langchain_card.config import Schedule
-from langchain_card.core.costs import CostModel, Probe, Slowness
+from langchain_card.core.costs import CostModel, Probe
 from langchain_card.core.policy import Load, LoadKey, TextStats
 
 FIRST_TRIAL = 8
-"""Requests after which the slower schedule is measured again; then twice as many, and so on."""
+"""Answers after which the slower schedule is measured again; then twice as many, and so on."""
 
-TRIAL_AFTER, TRIAL_ROUNDS = 12, 4
+TRIAL_AFTER, TRIAL_ROUNDS = 12, 8
 """Rounds of an answer before a trial, and rounds of a trial: its price is bounded, however slow that schedule is."""
 
 STAY = 0.95
 """Running requests change their schedule if another one is expected to take less than this share of the time."""
 
-CHANGED = 1.5
-"""The other schedule is measured again after steps have become so many times longer, or shorter."""
+CHANGE, CHANGE_ROUNDS = 1.5, 200
+"""The other schedule is also measured when passes have become so many times longer, or shorter, since it ran; but no
+more than once in so many rounds."""
+
+
+MAX_HITS = 0.99
+"""A draft's first guess is expected to be right at most so often."""
 
 
 class ScheduleChoice:
@@ -28,84 +33,101 @@ class ScheduleChoice:
 
     Several requests run `sequential`: they share draft steps, and their passes want all cores. So do the first answers
     that are written alone. Such an answer is also a trial: for a few rounds it runs the other schedule, in the first
-    answer, then again after 8, 16, 32, ... answers, and when the speed of the machine has changed.
+    answer, then again after 8, 16, 32, ... answers, and when the machine has become slower or faster.
+
+    Step times of a schedule that does not run follow those of the one that does. The first rounds after a change of
+    schedule tell what it takes at present, later ones what has changed for all.
 
     Args:
         costs: measured costs, by load.
         seconds_a_token: returns the expected time per token of a load, by the share of hits and the costs.
-        slowness: of the target's device.
     """
 
     def __init__(
         self,
         costs: Mapping[LoadKey, CostModel],
         seconds_a_token: Callable[[Load, float, CostModel | None], float],
-        slowness: Slowness,
     ) -> None:
         self.costs = costs
         self.trials: dict[Schedule, Probe] = {"sequential": Probe(FIRST_TRIAL), "parallel": Probe(FIRST_TRIAL)}
         self._seconds_a_token = seconds_a_token
-        self._slowness, self._tried_at = slowness, slowness.value
         self._rounds = 0  # of the answer
-        self._usual = cast("Schedule | None", None)  # what ran before a trial
+        self._before_trial = cast("Schedule | None", None)
+        self._since_trial = 0  # rounds
+        self._load = cast("LoadKey | None", None)  # that ran last, alone
+        self._visit = 0  # rounds since it began
+        self._pass_time, self._slowness = 0.0, 1.0
+        self._slowness_at: dict[LoadKey, float] = {}  # when the load ended
 
-    def count_round(self) -> None:
-        """Note that a round has ended."""
-        self._rounds += 1
+    def observe_round(self, load: Load, costs: CostModel) -> None:
+        """Note that a round has ended, before its pass is observed; follow the speed of the machine."""
+        self._rounds, self._since_trial = self._rounds + 1, self._since_trial + 1
+        if load.num_seqs > 1:
+            return
+        if load.key != self._load:
+            if self._load is not None:
+                self._slowness_at[self._load] = self._slowness
+            costs.slow_down(self._drift(load.key))
+            self._load, self._visit = load.key, 0
+        self._visit += 1
+        if self._visit > TRIAL_ROUNDS and self._pass_time:
+            self._slowness *= costs.target.at(1) / self._pass_time
+        self._pass_time = costs.target.at(1)
+
+    def _drift(self, key: LoadKey) -> float:
+        """Return how many times as long steps take now as when the load ended."""
+        return 1.0 if key == self._load else self._slowness / self._slowness_at.get(key, self._slowness)
 
     def choose(self, texts: Sequence[TextStats], current: Schedule | None, positions: int) -> Schedule:
         """Choose for requests that run `current`, or are about to begin. See `Policy.auto`."""
         if current is None or len(texts) > 1:
-            self._rounds, self._usual = 0, None
-        elif self._usual is not None and self._rounds <= TRIAL_AFTER + TRIAL_ROUNDS:
+            self._rounds, self._before_trial = 0, None
+        elif self._before_trial is not None and self._rounds <= TRIAL_AFTER + TRIAL_ROUNDS:
             return current
         if len(texts) > 1:
             return "sequential"
-        self._notice_change()
-        expected = self._expected(texts[0], positions)
-        usual = self._usual or current
+        expected, drift = self._expected(texts[0], positions)
+        usual = self._before_trial or current
         best: Schedule = usual or "sequential"
         if known := all(expected.values()):
             if usual in expected:
                 expected[usual] *= STAY
             best = min(self.trials, key=expected.__getitem__)
-        self._usual = None
-        return self._try(best, known) if self._rounds == TRIAL_AFTER else best
+        self._before_trial = None
+        changed = max(drift, 1 / drift) > CHANGE and self._since_trial > CHANGE_ROUNDS
+        if changed:
+            self._rounds = min(self._rounds, TRIAL_AFTER)
+        return self._try(best, due=changed or not known) if self._rounds == TRIAL_AFTER else best
 
-    def _notice_change(self) -> None:
-        """Make a trial due after the speed of the machine has changed much."""
-        changed = self._slowness.value / self._tried_at
-        if max(changed, 1 / changed) > CHANGED:
-            self._tried_at, self._rounds = self._slowness.value, min(self._rounds, TRIAL_AFTER)
-            for probe in self.trials.values():
-                probe.reset()
-
-    def _try(self, best: Schedule, known: bool) -> Schedule:
-        """Return the other schedule if it is due, or was never measured; else the best."""
+    def _try(self, best: Schedule, *, due: bool) -> Schedule:
+        """Return the other schedule if a trial of it is due; else the best."""
         other = next(schedule for schedule in self.trials if schedule != best)
-        tried = other if self.trials[other].due or not known else best
+        tried = other if due or self.trials[other].due else best
         for schedule, probe in self.trials.items():
             probe.seen() if schedule in (best, tried) else probe.missed()
-        self._usual = best if tried != best else None
         self._rounds += 1
+        if tried != best:
+            self._before_trial, self._since_trial = best, 0
         return tried
 
-    def _expected(self, text: TextStats, positions: int) -> dict[Schedule, float]:
-        """Return the expected time per token under both schedules, by step times of one load that both have run.
+    def _expected(self, text: TextStats, positions: int) -> tuple[dict[Schedule, float], float]:
+        """Return the expected time per token under both schedules, and the drift of the one that does not run.
 
-        The step times of a short text under one schedule say nothing about those of a long text under the other.
+        Step times are those of one load that both have run. Those of a short text under one schedule are not compared
+        with those of a long text under the other.
         """
         loads = [Load(schedule, 1, positions) for schedule in self.trials]
         comparable = [key for key, costs in self.costs.items() if costs.comparable]
         common = set.intersection(*({key[1:] for key in comparable if key[0] == load.schedule} for load in loads))
-        nearest = min(common, key=lambda size: loads[0].distance(("plain", *size)), default=None)
-        costs = [None if nearest is None else self.costs[load.schedule, nearest[0], nearest[1]] for load in loads]
-        hits = text.hits.value
-        return {load.schedule: self._seconds_a_token(load, hits, own) for load, own in zip(loads, costs, strict=True)}
-
-
-MAX_HITS = 0.99
-"""A draft's first guess is expected to be right at most so often."""
+        if not common:
+            return dict.fromkeys(self.trials, 0.0), 1.0
+        size, length = min(common, key=loads[0].distance)
+        expected, drifts = dict[Schedule, float](), list[float]()
+        for load in loads:
+            key = load.schedule, size, length
+            drifts.append(self._drift(key))
+            expected[load.schedule] = drifts[-1] * self._seconds_a_token(load, text.hits.value, self.costs[key])
+        return expected, max(drifts, key=lambda drift: abs(math.log(drift)))
 
 
 def seconds_by_model(costs: CostModel, num_seqs: int, hits: float, max_lead: int, *, parallel: bool) -> float:

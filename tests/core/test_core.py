@@ -156,6 +156,20 @@ def test_a_drafter_without_steps_is_corrected_before_its_next_ones() -> None:
     assert core.handle(m.TargetReady(1.0))[:2] == [m.Correct("toy", 0, 0, (5, 6)), m.Grow("toy", 0, (4,), ANY, ANY)]
 
 
+def test_a_change_of_schedule_begins_anew_only_on_drafters_that_share_the_device() -> None:
+    """Others would enter the whole text into their tables once more."""
+    traits, limits = [DrafterTraits("model", True, True), DrafterTraits("table", False)], Limits(max_num_seqs=2)
+    core = Coordinator(traits, limits, FixedPolicy())
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9), ()), 0.0))
+    run_round(core, [5], 0.0)
+    core.handle(m.Submitted(Request(1, (3, 4), SamplingParams(max_tokens=9), ()), 0.1))
+    effects = core.handle(m.TargetReady(0.1))
+    assert {state.schedule for state in core.scheduler.running.values()} == {"sequential"}
+    begun = [(effect.worker, effect.request.request_id) for effect in effects if isinstance(effect, m.Begin)]
+    assert ("model", 0) in begun and ("table", 0) not in begun
+    assert m.End("model", 0) in effects and m.End("table", 0) not in effects
+
+
 def test_nobody_waits_for_a_drafter_that_has_nothing_to_say() -> None:
     """Under `parallel`, with leave for more steps: its text is longer than its context, say."""
     core = Coordinator([DrafterTraits("toy", True, True)], Limits(), FixedPolicy((1, 1, 1)))

@@ -173,13 +173,13 @@ class LlamaServer:
         body = {"n_predict": max_tokens, **self._sampling}
         self._ask(body | {"prompt": [*prompts[0][:1]], "n_predict": 1})  # its first request is slower
 
-        def ask(prompt: Sequence[int]) -> Served:
+        def answer(prompt: Sequence[int]) -> Served:
             sent = time.perf_counter()
-            answer = read_events(self.name, self._ask(body | {"prompt": [*prompt], "stream": True}))
-            kept = self._length(answer.token_ids)
-            return Served(tuple(answer.token_ids[:kept]), sent, answer.times[0], answer.times[kept - 1])
+            events = read_events(self.name, self._ask(body | {"prompt": [*prompt], "stream": True}))
+            kept = self._length(events.token_ids)
+            return Served(tuple(events.token_ids[:kept]), sent, events.times[0], events.times[kept - 1])
 
-        return keep_busy(ask, prompts, requests)
+        return keep_busy(answer, requests, prompts)
 
     def _length(self, token_ids: Sequence[int]) -> int:
         """Return the tokens up to the end of text, or before one that stayed unknown."""
