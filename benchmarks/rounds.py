@@ -143,7 +143,7 @@ def pair_rounds(prompts, schedule, engine, events):
 def answer_rounds(engine, events, prompt, schedule, target, draft):
     """Return the seconds and tokens of an answer's rounds, and observe its steps in two `StepTimes`."""
     events.clear()
-    engine.submit(prompt, SamplingParams(max_tokens=96, schedule=schedule, tenant=f"{schedule}, {prompt}")).result()
+    engine.submit(prompt, SamplingParams(max_tokens=96, schedule=schedule)).result()
     seconds, tokens, own, last = 0.0, 0, [], None
     for event, committed in events:
         if isinstance(event, m.Proposed):

@@ -100,7 +100,7 @@ class Controller:
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
     def new_text(self) -> TextStats:
-        """Expect of a new text what texts usually are like; the first tokens soon tell more."""
+        """Expect of a new text what texts usually are like, until its own tokens outweigh that."""
         return TextStats(Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY), Mean(1.0, PACE_WEIGHT))
 
     def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
@@ -112,8 +112,8 @@ class Controller:
     def seconds_a_token(self, load: Load, hits: float | None = None, costs: CostModel | None = None) -> float:
         """Return the expected time per token of all answers; 0 before steps were measured.
 
-        Texts differ more than schedules do, so comparing the speeds of two answers would tell little. So speeds are
-        compared with what step times and hits let expect of their own text, over many passes.
+        Texts differ more than schedules do, so the speeds of two answers cannot be compared. Speeds are compared with
+        what step times and hits let expect of their own text, over many passes.
 
         Args:
             load: the load that runs.

@@ -191,7 +191,7 @@ class CostModel:
         self.per_token: Mean = Mean(prior=self.target.at(num_seqs) / num_seqs)
         self.pace: Mean = Mean(prior=1.0)
         self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, TEXT_DECAY)
-        if alike is not None and alike.num_seqs == num_seqs:
+        if alike is not None and alike.num_seqs.bit_length() == num_seqs.bit_length():
             self.per_token, self.per_expected = alike.per_token.copy(), alike.per_expected.copy()
         self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
         self.window_probe = Probe()

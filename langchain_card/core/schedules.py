@@ -35,8 +35,8 @@ class ScheduleChoice:
     that are written alone. Such an answer is also a trial: for a few rounds it runs the other schedule, in the first
     answer, then again after 8, 16, 32, ... answers, and when the machine has become slower or faster.
 
-    Step times of a schedule that does not run follow those of the one that does. The first rounds after a change of
-    schedule tell what it takes at present, later ones what has changed for all.
+    Step times of a schedule that does not run follow those of the one that does. A surprise in the first rounds after a
+    change of schedule belongs to that schedule, a later one to the machine.
 
     Args:
         costs: measured costs, by load.

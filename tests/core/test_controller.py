@@ -21,7 +21,7 @@ TEXT = TextStats(hits=Mean(0.8), pace=Mean(1.0))
 
 
 def pays(policy: Controller, load: Load, chances: Sequence[float], lead: int) -> bool:
-    """Whether a lone request should take one more draft step."""
+    """Return whether a lone request should take one more draft step."""
     return policy.draft_pays(load, [TEXT], [Frontier(chances, lead=lead)]) == [True]
 
 
@@ -179,7 +179,7 @@ def test_requests_that_wait_are_not_in_the_pass() -> None:
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
 def test_the_time_per_token_is_that_of_all_answers_together(schedule: Schedule) -> None:
     """Requests that drift apart are not counted twice."""
-    model, policy = ToyModel(200, top=0.8), Told(shared_device=schedule == "sequential")
+    model, policy = ToyModel(200, top=0.8), Recorder(shared_device=schedule == "sequential")
     target, drafter = ToyTarget(model, lambda rows: 0.1), ToyDrafter(model, step_time=lambda _: 0.03)
     limits = Limits(max_num_seqs=3)
     requests = [Request(i, (1, 2 + i), SamplingParams(max_tokens=60, schedule=schedule)) for i in range(3)]
@@ -188,8 +188,8 @@ def test_the_time_per_token_is_that_of_all_answers_together(schedule: Schedule) 
     assert 0.9 * simulation.now < sum(policy.since) <= simulation.now
 
 
-class Told(Controller):
-    """Writes the times between passes down."""
+class Recorder(Controller):
+    """A controller that keeps the times between passes."""
 
     def observe_pass(
         self, load: Load, texts: Sequence[TextStats], rows: int, tokens: int, elapsed: float, since_last: float | None

@@ -17,7 +17,7 @@ TEXT = TextStats(Mean(0.8, 5.0), Mean(1.0, 4.0))
 
 
 def observe(policy: Controller, load: Load, one: float, eight: float, step: float) -> None:
-    """Shows a policy passes of one row and of eight, and draft steps, of these seconds."""
+    """Show a policy passes of one row and of eight, and draft steps, of these seconds."""
     for _ in range(40):
         policy.observe_pass(load, [TEXT], 1, 1, one, None)
         policy.observe_pass(load, [TEXT], 8, 4, eight, None)
@@ -141,7 +141,7 @@ def test_auto_elsewhere_is_what_the_devices_say(shared: bool, schedule: str) -> 
 
 
 def answer(policy: Controller, rounds: int = 20) -> list[Schedule]:
-    """The schedules of an answer's rounds, whose steps take twice as long under `parallel`."""
+    """Return the schedules of an answer's rounds, whose steps take twice as long under `parallel`."""
     ran, schedule = list[Schedule](), None
     for _ in range(rounds):
         schedule = auto(policy, 1, schedule)
@@ -204,7 +204,7 @@ def test_a_schedule_that_did_not_run_is_expected_to_slow_down_with_the_machine()
 
 
 def run(policy: Controller, rounds: int, slow: Callable[[int, Schedule], float]) -> list[Schedule]:
-    """The schedules of an answer's rounds on a machine that is so many times slower in each round."""
+    """Return the schedules of an answer's rounds on a machine that is so many times slower in each round."""
     ran, schedule = list[Schedule](), None
     for i in range(rounds):
         schedule = auto(policy, 1, schedule)
