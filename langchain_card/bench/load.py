@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections import Counter
@@ -14,6 +15,9 @@ from langchain_card.bench.bounds import Measured
 from langchain_card.bench.method import Served
 from langchain_card.bench.method_table import PLAIN
 from langchain_card.errors import CARDError
+
+ANSWERS = 5
+"""Answers to each load, at least, as a multiple of the requests at once."""
 
 WARM_UP_TOKENS = 96
 """Tokens of the answers before the measurement, which compile kernels and let `auto` measure its steps."""
@@ -45,19 +49,31 @@ class Cell:
         text: name of the set of prompts.
         requests: at once.
         method: its name.
-        answers: one for each prompt.
+        turns: [turns, prompts] its answers.
     """
 
     text: str
     requests: int
     method: str
-    answers: tuple[Served, ...]
+    turns: tuple[tuple[Served, ...], ...]
+
+    @property
+    def answers(self) -> list[Served]:
+        """The answers of all turns, one for each prompt."""
+        return [*itertools.chain(*self.turns)]
 
     @property
     def speed(self) -> float:
-        """Tokens per second of all requests together, from the first prompt sent to the last token."""
-        seconds = max(answer.ended for answer in self.answers) - min(answer.sent for answer in self.answers)
-        return sum(len(answer.token_ids) for answer in self.answers) / seconds
+        """Tokens per second of all requests together, while so many are in work.
+
+        The end of a turn, where fewer and fewer answers are left, is not counted.
+        """
+        tokens, seconds = 0.0, 0.0
+        for answers in self.turns:
+            full_until = sorted(answer.ended for answer in answers)[-self.requests]
+            seconds += full_until - min(answer.sent for answer in answers)
+            tokens += sum(answer.tokens_until(full_until) for answer in answers)
+        return tokens / seconds
 
     @property
     def slowest(self) -> float:
@@ -115,10 +131,10 @@ def measure_load(
     max_tokens: int,
     report: Callable[[LoadResults], None],
 ) -> None:
-    """Let each method answer each set at each load, in turns whose order changes.
+    """Let each method answer each set at each load, in two turns of half the prompts; the second in reverse order.
 
-    A load has twice as many answers as requests at least: a set with fewer prompts is answered again, for another
-    tenant. A method that fails is left out of the remaining turns.
+    A set with too few prompts for a load is answered again, for another tenant. A method that fails is left out of the
+    remaining turns.
 
     Args:
         results: receives the cells.
@@ -135,30 +151,31 @@ def measure_load(
     for method in methods:
         for count in (1, max(requests)):
             _serve(results, method, first[:count], WARM_UP_TOKENS, count, "warm-up")
-    for text, ids in prompts.items():
-        for count in requests:
-            order = [*methods]
-            random.Random(f"{text} {count}").shuffle(order)  # noqa: S311
-            for method in order:
-                laps = -(-2 * count // len(ids))
-                answers = _serve(results, method, [*ids] * laps, max_tokens, count, f"{text} {count}")
-                if method.name not in results.failed:
-                    results.cells.append(Cell(text, count, method.name, tuple(answers)))
-                    report(results)
+    for (text, ids), count in itertools.product(prompts.items(), requests):
+        queue = [*ids] * -(-ANSWERS * count // len(ids))
+        half = len(queue) // 2
+        order = [*methods]
+        random.Random(f"{text} {count}").shuffle(order)  # noqa: S311
+        first_turn = {method.name: _serve(results, method, queue[:half], max_tokens, count, text) for method in order}
+        for method in reversed(order):
+            second_turn = _serve(results, method, queue[half:], max_tokens, count, f"{text}, second turn")
+            if method.name not in results.failed:
+                results.cells.append(Cell(text, count, method.name, (first_turn[method.name], second_turn)))
+                report(results)
 
 
 def _serve(
     results: LoadResults, method: Server, ids: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str
-) -> list[Served]:
+) -> tuple[Served, ...]:
     if method.name in results.failed:
-        return []
+        return ()
     try:
-        return method.serve(ids, max_tokens, requests, f"{method.name} {tenant}")
+        return (*method.serve(ids, max_tokens, requests, f"{method.name} {requests} {tenant}"),)
     except CARDError as error:
         if method.name == PLAIN:
             raise
         results.failed[method.name] = str(error)
-        return []
+        return ()
 
 
 def times_plain(results: LoadResults, text: str, requests: int, method: str) -> Measured | None:

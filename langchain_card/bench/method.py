@@ -89,6 +89,14 @@ class Served:
         """Tokens per second from the prompt to the last token."""
         return len(self.token_ids) / (self.ended - self.sent)
 
+    def tokens_until(self, time: float) -> float:
+        """Return how many tokens had been written by then; the tokens after the first one came at an even pace."""
+        if time >= self.ended:
+            return len(self.token_ids)
+        if time < self.first:
+            return 0
+        return 1 + (len(self.token_ids) - 1) * (time - self.first) / (self.ended - self.first)
+
 
 def longest_gap(times: Iterable[float]) -> float:
     """Return the longest time between two of `times`, which rise; 0 if there are fewer than two."""

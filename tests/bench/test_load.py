@@ -26,12 +26,13 @@ PROMPTS = [[1, 2], [3, 4], [5, 6]]
 class Scripted:
     """A method whose answers take as long as it is told."""
 
-    def __init__(self, name: str, seconds: float, *, fails: bool = False) -> None:
+    def __init__(self, name: str, seconds: float, *, fails: bool = False, order: list[str] | None = None) -> None:
         self.name, self.weights, self.calls = name, "none", list[tuple[int, int, str]]()
-        self._seconds, self._fails = seconds, fails
+        self._seconds, self._fails, self._order = seconds, fails, [] if order is None else order
 
     def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
         self.calls.append((len(prompts), requests, tenant))
+        self._order.append(self.name)
         if self._fails:
             raise EngineError(self.name, requests, "failed on purpose")
         return [Served((7,) * 10, i, i + 0.5, i + self._seconds) for i, _ in enumerate(prompts)]
@@ -58,19 +59,31 @@ def test_a_set_that_is_smaller_than_the_load_is_answered_again_by_another_tenant
     plain, card = Scripted("plain", 2.0), Scripted("card", 1.0)
     results = LoadResults({"plain": "none", "card": "none"})
     measure_load(results, [plain, card], {"code": PROMPTS}, [1, 4], 10, lambda _: None)
-    assert [count for _, count, tenant in card.calls if "warm-up" not in tenant] == [1, 4]
-    assert [count for count, _, tenant in card.calls if "warm-up" not in tenant] == [3, 9]
+    calls = [call for call in card.calls if "warm-up" not in call[2]]
+    assert [(answers, count) for answers, count, _ in calls] == [(3, 1), (3, 1), (10, 4), (11, 4)]
+    assert len({tenant for *_, tenant in calls}) == 4
     assert [*laps([*PROMPTS, *PROMPTS[:2]])] == [0, 0, 0, 1, 1], "no text is known before"
     times = times_plain(results, "code", 4, "card")
     assert times is not None and times.value == pytest.approx(2.0)
     header, *lines = table(results)
     assert header[:3] == ("text", "at once", "plain, tokens/s") and len(lines) == 2
-    assert lines[1][-1] == "9 of 9" and lines[0][-2] == "10.0"
+    assert lines[1][-1] == "21 of 21" and lines[0][-2] == "10.0"
+
+
+def test_methods_take_turns_in_a_load() -> None:
+    order = list[str]()
+    methods = [Scripted("plain", 2.0, order=order), Scripted("card", 1.0, order=order)]
+    measure_load(LoadResults({"plain": "none", "card": "none"}), methods, {"code": PROMPTS}, [2], 10, lambda _: None)
+    assert order[-4:] in (["plain", "card", "card", "plain"], ["card", "plain", "plain", "card"])
 
 
 def test_the_speed_of_a_load_is_that_of_all_requests_together() -> None:
-    cell = Cell("code", 2, "card", (Served((1,) * 30, 1.0, 2.0, 4.0), Served((1,) * 20, 2.0, 2.5, 6.0)))
-    assert cell.speed == pytest.approx(50 / 5) and cell.slowest == pytest.approx(20 / 4)
+    """Count the first 5 s of one turn and the first second of the other: then a single answer is left."""
+    first = Served((1,) * 30, 1.0, 2.0, 4.0), Served((1,) * 20, 1.0, 1.5, 6.0), Served((1,) * 20, 4.0, 4.25, 9.0)
+    last = Served((1,) * 10, 10.0, 10.5, 11.0), Served((1,) * 10, 10.0, 11.5, 12.0)
+    cell = Cell("code", 2, "card", (first, last))
+    assert cell.speed == pytest.approx((30 + 20 + 1 + 19 * 1.75 / 4.75 + 10) / (5 + 1))
+    assert cell.slowest == pytest.approx(20 / 5) and len(cell.answers) == 5
 
 
 def test_a_method_that_fails_is_left_out_and_plain_is_not() -> None:
@@ -103,7 +116,7 @@ def test_the_command_measures_and_writes(
     sets = ["--prompts", "code", "chat", "--count", "3", "--max-tokens", "12"]
     assert main(["bench", "--load", "1", "3", *own, *sets, *files]) == 0
     said = capsys.readouterr()
-    assert "| chat | 3 " in said.out and said.out.count("3 of 3") == 2 and said.out.count("6 of 6") == 2
+    assert "| chat | 3 " in said.out and said.out.count("6 of 6") == 2 and said.out.count("15 of 15") == 2
     assert "code, 3 at once, card" in said.err and "8 rows are in" in said.err
     written = json.loads((tmp_path / "cells.json").read_text())
     assert len(written["cells"]) == 8 and written["prompts"] == ["code", "chat"]
