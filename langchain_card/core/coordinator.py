@@ -105,7 +105,8 @@ class Coordinator:
                 return self._on_out_of_memory(worker, request_ids, now)
             case m.Draining():
                 self.draining = True
-                self.scheduler.unpause()  # all answers are written to their end, even if not read
+                # All answers are written to their end, even if not read.
+                self.scheduler.pause(self.scheduler.all(), paused=False)
                 return []
 
     # Query: choose what the target verifies next.
@@ -236,7 +237,7 @@ class Coordinator:
     def _pause(self, request_id: int, paused: bool, now: float) -> list[m.Effect]:
         state = self.scheduler.find(request_id)
         if state is not None:
-            state.paused = paused and not self.draining
+            self.scheduler.pause([state], paused=paused and not self.draining)
             state.wait(now, None)
         return []
 

@@ -17,7 +17,10 @@ SIZE_DECAY = 0.98
 """Weight of the past for the ratio of step times between sizes, which hardly changes."""
 
 EXACT_SIZES = 8
-"""Step times of so many sizes are kept apart: kernels multiply in blocks of rows, and a row more may begin another."""
+"""Step times of so many sizes are kept apart."""
+
+RARE = 10.0
+"""A size counts if it was measured at least once for so many measurements of a neighbour."""
 
 MAX_SURPRISE = 2.0
 """A step counts as at most this many times longer, or shorter, than expected."""
@@ -63,8 +66,9 @@ class Mean:
 class StepTimes:
     """Measured seconds of a step by its number of rows.
 
-    Sizes up to 8 are kept apart, and two per octave above. Their common factor, the speed of the device, is followed
-    at once: when the device slows down, the times of all sizes rise, even of those that were not observed since.
+    Sizes up to 8 are kept apart; above, 9 to 12 share a time, 13 to 16, 17 to 24, 25 to 32, and so on: kernels multiply
+    in blocks of rows. The common factor of all sizes, the speed of the device, is followed at once: when the device
+    slows down, all times rise, even of sizes that were not observed since.
     """
 
     def __init__(self) -> None:
@@ -93,9 +97,23 @@ class StepTimes:
                 self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
         size.add(rows, weight)
         seconds.add(elapsed / self._speed, weight)
-        self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
+        self._points = self._trusted()
         for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
             self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
+
+    def _trusted(self) -> list[tuple[float, float]]:
+        """Return the mean number of rows and the seconds of each size, without those much rarer than both neighbours.
+
+        A size that was measured while the machine was busy, and has seemed too slow since, is never measured again.
+        """
+        sizes = sorted((size.value, seconds.value, seconds.weight) for size, seconds in self._sizes.values())
+        weights = [math.inf, *(weight for _, _, weight in sizes), math.inf]
+        around = [min(pair) for pair in zip(weights, weights[2:])]  # noqa: B905
+        return [
+            (rows, seconds)
+            for i, (rows, seconds, weight) in enumerate(sizes)
+            if i in (0, len(sizes) - 1) or RARE * weight >= around[i]
+        ]
 
     def slow_down(self, factor: float) -> None:
         """Expect all steps to take so many times as long: the device was slower, or faster, when others ran."""
@@ -124,15 +142,15 @@ class StepTimes:
 
 
 def _size(rows: int) -> int:
-    """Return the largest of 1 to 8, 12, 16, 24, ... that is not above `rows`."""
+    """Return the smallest of 1 to 8, 12, 16, 24, 32, ... that is not below `rows`."""
     if rows <= EXACT_SIZES:
         return rows
-    power = 1 << rows.bit_length() - 1
-    return power + power // 2 if rows >= power + power // 2 else power
+    power = 1 << (rows - 1).bit_length()
+    return power - power // 4 if rows <= power - power // 4 else power
 
 
 class Probe:
-    """The schedule by which a choice that does not seem to pay is tried again: its costs may have been disturbed.
+    """The schedule by which a choice that does not seem to pay is tried again: costs may have been disturbed.
 
     It is tried after 32 passes without it, then after 64, 128, ..., so that a choice that never pays costs little.
 
@@ -179,6 +197,7 @@ class CostModel:
         pace: tokens of an answer a pass.
         per_expected: measured time per token as a multiple of the expected one, over many texts.
         draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
+        plain_probe: when to verify no candidates, although they seem to pay: what a pass takes without them may be old.
     """
 
     def __init__(self, num_seqs: int = 1, alike: CostModel | None = None) -> None:
@@ -194,7 +213,7 @@ class CostModel:
         if alike is not None and alike.num_seqs.bit_length() == num_seqs.bit_length():
             self.per_token, self.per_expected = alike.per_token.copy(), alike.per_expected.copy()
         self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
-        self.window_probe = Probe()
+        self.window_probe, self.plain_probe = Probe(), Probe()
 
     @property
     def known(self) -> bool:

@@ -42,13 +42,13 @@ class Lifecycle:
     def admit(self, now: float) -> list[m.Effect]:
         """Let waiting requests run. All requests with `schedule="auto"` get the one that is best for their number."""
         begun = [*iter(self.scheduler.admit, None)]
-        running = self.scheduler.running.values()
-        open_ = [state for state in running if state.request.params.schedule == "auto" and self.drafters]
+        working = [state for state in self.scheduler.running.values() if not state.paused]
+        open_ = [state for state in working if state.request.params.schedule == "auto" and self.drafters]
         effects: list[m.Effect] = []
         if open_:
             going_on = [state for state in open_ if state not in begun]
             current = going_on[0].schedule if going_on else None
-            texts = [state.text for state in running]
+            texts = [state.text for state in working]
             schedule = self.policy.auto(texts, current, self.scheduler.longest)
             for state in open_:
                 if state in begun:

@@ -24,7 +24,7 @@ class Load(NamedTuple):
 
     Attributes:
         schedule: of all requests.
-        num_seqs: requests that run.
+        num_seqs: requests that run, without those that are paused.
         positions: length of the longest text, its answer included.
     """
 

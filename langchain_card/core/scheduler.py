@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from langchain_card.config import Limits
 from langchain_card.core.policy import Load
@@ -17,6 +18,7 @@ class Scheduler:
         running: states by request id, in order of admission.
         capacity: requests that may run at once; lowered when the target runs out of memory, and raised again later.
         ended: number of requests that have ended.
+        working: number of running requests whose consumers read.
         longest: length of the longest running text, its answer included.
     """
 
@@ -25,15 +27,15 @@ class Scheduler:
         self.waiting: deque[RequestState] = deque()
         self.running: dict[int, RequestState] = {}
         self.capacity = limits.num_seqs
-        self.ended = 0
-        self.longest = 0
+        self.ended = self.working = self.longest = 0
 
     def copy(self) -> Scheduler:
         """Return an independent copy."""
         copied = Scheduler(self.limits)
         copied.waiting = deque(state.copy() for state in self.waiting)
         copied.running = {request_id: state.copy() for request_id, state in self.running.items()}
-        copied.capacity, copied.ended, copied.longest = self.capacity, self.ended, self.longest
+        copied.capacity, copied.ended = self.capacity, self.ended
+        copied.working, copied.longest = self.working, self.longest
         return copied
 
     def admit(self) -> RequestState | None:
@@ -43,6 +45,7 @@ class Scheduler:
             return None
         self.waiting.remove(state)
         self.running[state.request.request_id] = state
+        self._count()
         self.note_length(state)
         return state
 
@@ -73,7 +76,11 @@ class Scheduler:
         """Remove a request from the running ones; return whether it was one of them."""
         was_running = self.running.pop(state.request.request_id, None) is not None
         self.longest = max((other.length for other in self.running.values()), default=0)
+        self._count()
         return was_running
+
+    def _count(self) -> None:
+        self.working = sum(not state.paused for state in self.running.values())
 
     def verifiable(self) -> list[RequestState]:
         """Return the requests that may be verified; a request with which the target has failed is tried alone."""
@@ -87,12 +94,17 @@ class Scheduler:
 
     def load(self, state: RequestState) -> Load:
         """Return the load under which decisions for this request are made."""
-        return Load(state.schedule, len(self.running), self.longest)
+        return Load(state.schedule, max(1, self.working), self.longest)
 
-    def unpause(self) -> None:
-        """Let every request go on, even if its consumer does not read."""
-        for state in (*self.running.values(), *self.waiting):
-            state.paused = False
+    def pause(self, states: Iterable[RequestState], *, paused: bool) -> None:
+        """Let requests pause whose consumers do not read, or go on."""
+        for state in states:
+            state.paused = paused
+        self._count()
+
+    def all(self) -> list[RequestState]:
+        """Return the running and the waiting requests."""
+        return [*self.running.values(), *self.waiting]
 
     def find(self, request_id: int) -> RequestState | None:
         """Return the request, waiting or running; None when it has ended or is unknown."""

@@ -144,19 +144,17 @@ def seconds_by_model(costs: CostModel, num_seqs: int, hits: float, max_lead: int
         max_lead: longest chain.
         parallel: whether draft and target work at once.
     """
-    hits = min(hits, MAX_HITS)
     if not costs.comparable:
         return 0.0
-    if not (step := costs.draft.at(num_seqs)):
-        return costs.target.at(num_seqs) / num_seqs
+    plain, step, hits = costs.target.at(num_seqs) / num_seqs, costs.draft.at(num_seqs), min(hits, MAX_HITS)
+    if not step:
+        return plain
+    if not parallel:
+        return min(plain, _with_a_chain(costs, num_seqs, hits, max_lead, num_seqs))
     times = []
-    for lead in range(parallel, max_lead + 1):
-        tokens = tokens_of_chain(hits, lead)
-        elapsed = costs.target.at(num_seqs * (lead + 1))
-        if parallel:
-            times.append(max(elapsed, lead * step) / (1 + hits * (tokens - 1)))
-        else:
-            times.append((elapsed + lead * step) / tokens)
+    for lead in range(1, max_lead + 1):
+        elapsed = max(costs.target.at(num_seqs * (lead + 1)), lead * step)
+        times.append(elapsed / (1 + hits * (tokens_of_chain(hits, lead) - 1)))
     return min(times) / num_seqs
 
 
@@ -166,15 +164,19 @@ def with_a_chain(costs: CostModel, num_seqs: int, hits: float, max_lead: int) ->
     The chain adds its rows to a pass, and its draft steps before it. Either all requests share these steps, or this one
     has them alone. The arguments are those of `seconds_by_model`.
     """
-    plain, hits, best = costs.target.at(num_seqs), min(hits, MAX_HITS), math.inf
-    for sharing in {1, num_seqs}:
-        step, last = costs.draft.at(sharing), math.inf
-        for lead in range(1, max_lead + 1):
-            more = costs.target.at(num_seqs + sharing * lead) - plain + lead * step
-            time = (plain / num_seqs + more / sharing) / tokens_of_chain(hits, lead)
-            if time > last:
-                break  # longer chains only take longer
-            best, last = min(best, time), time
+    hits = min(hits, MAX_HITS)
+    return min(_with_a_chain(costs, num_seqs, hits, max_lead, sharing) for sharing in {1, num_seqs})
+
+
+def _with_a_chain(costs: CostModel, num_seqs: int, hits: float, max_lead: int, sharing: int) -> float:
+    """Return the time per token of one answer if `sharing` requests draft chains together."""
+    plain, step, best = costs.target.at(num_seqs), costs.draft.at(sharing), math.inf
+    for lead in range(1, max_lead + 1):
+        more = costs.target.at(num_seqs + sharing * lead) - plain + lead * step
+        time = (plain / num_seqs + more / sharing) / tokens_of_chain(hits, lead)
+        if time > best:
+            break  # longer chains only take longer
+        best = time
     return best
 
 

@@ -203,6 +203,22 @@ def test_a_pause_is_no_waiting() -> None:
     assert core.scheduler.running[0].stats.waited == pytest.approx(0.2)
 
 
+def test_a_paused_request_is_no_load() -> None:
+    limits, policy = Limits(max_num_seqs=4), Controller(shared_device=True, overlaps=True)
+    core = Coordinator([DrafterTraits("toy", True, True)], limits, policy)
+    for number in range(3):
+        core.handle(m.Submitted(Request(number, (1, 2), SamplingParams(max_tokens=9), ()), 0.0))
+    core.handle(m.TargetReady(0.0))
+    running = core.scheduler.running
+    assert core.scheduler.load(running[0]).num_seqs == 3
+    for number in (1, 2):
+        core.handle(m.Paused(number, True, 0.1))
+    assert core.scheduler.load(running[0]).num_seqs == 1
+    core.handle(m.Stopped(1, FinishReason.ABORT, 0.2))
+    core.handle(m.Draining(0.3))
+    assert core.scheduler.load(running[0]).num_seqs == 2, "what nobody reads is written to its end"
+
+
 def test_a_full_round_is_a_matter_of_a_millisecond(say: Callable[[str], None]) -> None:
     """Eight proposals of 32 nodes, a walk, a re-rooting, a query of 64 of 640 nodes. More: `benchmarks/rounds.py`."""
     limits = Limits(max_window=64, max_tree_nodes=1024)
