@@ -19,8 +19,15 @@ SIZE_DECAY = 0.98
 EXACT_SIZES = 8
 """Step times of so many sizes are kept apart."""
 
-RARE = 10.0
-"""A size counts if it was measured at least once for so many measurements of a neighbour."""
+KNOWN = 5.0
+"""Steps of a size after which a surprise is the device's, not the size's."""
+
+GUESS = 2.0
+"""Steps of each size that the times of another load are worth."""
+
+MAX_DRIFT, LEAST_WEIGHT = 0.2, 0.02
+"""Mean surprise of the last steps, as a logarithm, at which a step counts least for its size: the device's speed is
+changing, and is not known yet."""
 
 MAX_SURPRISE = 2.0
 """A step counts as at most this many times longer, or shorter, than expected."""
@@ -75,12 +82,16 @@ class StepTimes:
         self._speed = 1.0
         self._sizes: dict[int, tuple[Mean, Mean]] = {}
         self._points: list[tuple[float, float]] = []
+        self._drift = Mean(decay=SPEED_DECAY)
 
     def copy(self) -> StepTimes:
-        """Return a copy, which learns independently from here on."""
+        """Return the times as a first guess for other steps: each size counts as if measured twice."""
         copied = StepTimes()
         copied._speed, copied._points = self._speed, self._points
-        copied._sizes = {about: (size.copy(), seconds.copy()) for about, (size, seconds) in self._sizes.items()}
+        for about, (size, seconds) in self._sizes.items():
+            copied._sizes[about] = size.copy(), seconds.copy()
+            seconds = copied._sizes[about][1]
+            seconds.weight = min(seconds.weight, GUESS)
         return copied
 
     def observe(self, rows: int, elapsed: float, weight: float = 1.0) -> None:
@@ -94,26 +105,15 @@ class StepTimes:
             if 0 < seconds.weight <= 1 and surprise < 1:
                 seconds.weight = 0.0  # of the first two the shorter counts: the first may have been cold
             elif seconds.weight:
-                self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
+                known = min(1.0, seconds.weight / KNOWN)
+                self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** (known * weight)
+                self._drift.add(math.log(surprise), known * weight)
+                weight *= max(LEAST_WEIGHT, 1 - abs(self._drift.value) / MAX_DRIFT)
         size.add(rows, weight)
         seconds.add(elapsed / self._speed, weight)
-        self._points = self._trusted()
+        self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
         for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
             self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
-
-    def _trusted(self) -> list[tuple[float, float]]:
-        """Return the mean number of rows and the seconds of each size, without those much rarer than both neighbours.
-
-        A size that was measured while the machine was busy, and has seemed too slow since, is never measured again.
-        """
-        sizes = sorted((size.value, seconds.value, seconds.weight) for size, seconds in self._sizes.values())
-        weights = [math.inf, *(weight for _, _, weight in sizes), math.inf]
-        around = [min(pair) for pair in zip(weights, weights[2:])]  # noqa: B905
-        return [
-            (rows, seconds)
-            for i, (rows, seconds, weight) in enumerate(sizes)
-            if i in (0, len(sizes) - 1) or RARE * weight >= around[i]
-        ]
 
     def slow_down(self, factor: float) -> None:
         """Expect all steps to take so many times as long: the device was slower, or faster, when others ran."""

@@ -9,7 +9,7 @@ import pytest
 from langchain_card.config import EngineConfig, Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.controller import MIN_CHANCE, Controller
-from langchain_card.core.costs import Mean
+from langchain_card.core.costs import Mean, StepTimes
 from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.errors import InvalidInputError
@@ -243,10 +243,11 @@ def test_passes_without_candidates_are_measured_again() -> None:
     assert widths[0] == 2 and sum(widths[-40:]) <= 4
 
 
-def test_a_size_that_was_measured_once_on_a_busy_machine_is_tried_again() -> None:
-    policy, load = Controller(shared_device=True), Load("sequential")
-    for rows, elapsed in ((5, 0.062), (6, 0.120), (14, 0.094)):
-        policy.observe_pass(load, [TEXT], rows, 1, elapsed, elapsed)
-    for rows, elapsed in ((5, 0.062), (14, 0.094)) * 20:
-        policy.observe_pass(load, [TEXT], rows, 1, elapsed, elapsed)
-    assert policy.costs_of(load).target.at(6) < 0.07
+def test_a_device_that_slows_down_slows_all_sizes_alike() -> None:
+    times = StepTimes()
+    for _ in range(20):
+        for rows, elapsed in ((8, 0.07), (10, 0.09)):
+            times.observe(rows, elapsed)
+    for _ in range(12):
+        times.observe(10, 0.18)
+    assert times.at(8) == pytest.approx(0.14, rel=0.05) and times.at(10) == pytest.approx(0.18, rel=0.05)
