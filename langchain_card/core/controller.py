@@ -246,8 +246,6 @@ class Controller:
         costs = self.costs_of(load)
         if not costs.per_token.value or costs.window_probe.due:
             return [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
-        if costs.plain_probe.due:
-            return [0] * len(texts)
         return costs.widths(chances, [self._price(load, text, costs) for text in texts])
 
     def patience(self, load: Load) -> float:
@@ -276,10 +274,7 @@ class Controller:
         costs.pace.add(tokens / len(texts))
         drafted = rows > len(texts) or not costs.draft_probe.passes
         costs.draft_probe.missed()
-        probes = costs.window_probe, costs.plain_probe
-        used, other = probes if rows > len(texts) else probes[::-1]
-        used.seen()
-        other.missed()
+        costs.window_probe.seen() if rows > len(texts) else costs.window_probe.missed()
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
             hits = statistics.fmean(text.hits.value for text in texts)

@@ -17,17 +17,7 @@ SIZE_DECAY = 0.98
 """Weight of the past for the ratio of step times between sizes, which hardly changes."""
 
 EXACT_SIZES = 8
-"""Step times of so many sizes are kept apart."""
-
-KNOWN = 5.0
-"""Steps of a size after which a surprise is the device's, not the size's."""
-
-GUESS = 2.0
-"""Steps of each size that the times of another load are worth."""
-
-MAX_DRIFT, LEAST_WEIGHT = 0.2, 0.02
-"""Mean surprise of the last steps, as a logarithm, at which a step counts least for its size: the device's speed is
-changing, and is not known yet."""
+"""Step times of so many sizes are kept apart: kernels multiply in blocks of rows, and a row more may begin another."""
 
 MAX_SURPRISE = 2.0
 """A step counts as at most this many times longer, or shorter, than expected."""
@@ -73,25 +63,20 @@ class Mean:
 class StepTimes:
     """Measured seconds of a step by its number of rows.
 
-    Sizes up to 8 are kept apart; above, 9 to 12 share a time, 13 to 16, 17 to 24, 25 to 32, and so on: kernels multiply
-    in blocks of rows. The common factor of all sizes, the speed of the device, is followed at once: when the device
-    slows down, all times rise, even of sizes that were not observed since.
+    Sizes up to 8 are kept apart, and two per octave above. Their common factor, the speed of the device, is followed
+    at once: when the device slows down, the times of all sizes rise, even of those that were not observed since.
     """
 
     def __init__(self) -> None:
         self._speed = 1.0
         self._sizes: dict[int, tuple[Mean, Mean]] = {}
         self._points: list[tuple[float, float]] = []
-        self._drift = Mean(decay=SPEED_DECAY)
 
     def copy(self) -> StepTimes:
-        """Return the times as a first guess for other steps: each size counts as if measured twice."""
+        """Return a copy, which learns independently from here on."""
         copied = StepTimes()
         copied._speed, copied._points = self._speed, self._points
-        for about, (size, seconds) in self._sizes.items():
-            copied._sizes[about] = size.copy(), seconds.copy()
-            seconds = copied._sizes[about][1]
-            seconds.weight = min(seconds.weight, GUESS)
+        copied._sizes = {about: (size.copy(), seconds.copy()) for about, (size, seconds) in self._sizes.items()}
         return copied
 
     def observe(self, rows: int, elapsed: float, weight: float = 1.0) -> None:
@@ -105,10 +90,7 @@ class StepTimes:
             if 0 < seconds.weight <= 1 and surprise < 1:
                 seconds.weight = 0.0  # of the first two the shorter counts: the first may have been cold
             elif seconds.weight:
-                known = min(1.0, seconds.weight / KNOWN)
-                self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** (known * weight)
-                self._drift.add(math.log(surprise), known * weight)
-                weight *= max(LEAST_WEIGHT, 1 - abs(self._drift.value) / MAX_DRIFT)
+                self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
         size.add(rows, weight)
         seconds.add(elapsed / self._speed, weight)
         self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
@@ -142,15 +124,15 @@ class StepTimes:
 
 
 def _size(rows: int) -> int:
-    """Return the smallest of 1 to 8, 12, 16, 24, 32, ... that is not below `rows`."""
+    """Return the largest of 1 to 8, 12, 16, 24, ... that is not above `rows`."""
     if rows <= EXACT_SIZES:
         return rows
-    power = 1 << (rows - 1).bit_length()
-    return power - power // 4 if rows <= power - power // 4 else power
+    power = 1 << rows.bit_length() - 1
+    return power + power // 2 if rows >= power + power // 2 else power
 
 
 class Probe:
-    """The schedule by which a choice that does not seem to pay is tried again: costs may have been disturbed.
+    """The schedule by which a choice that does not seem to pay is tried again: its costs may have been disturbed.
 
     It is tried after 32 passes without it, then after 64, 128, ..., so that a choice that never pays costs little.
 
@@ -197,7 +179,6 @@ class CostModel:
         pace: tokens of an answer a pass.
         per_expected: measured time per token as a multiple of the expected one, over many texts.
         draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
-        plain_probe: when to verify no candidates, although they seem to pay: what a pass takes without them may be old.
     """
 
     def __init__(self, num_seqs: int = 1, alike: CostModel | None = None) -> None:
@@ -213,7 +194,7 @@ class CostModel:
         if alike is not None and alike.num_seqs.bit_length() == num_seqs.bit_length():
             self.per_token, self.per_expected = alike.per_token.copy(), alike.per_expected.copy()
         self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
-        self.window_probe, self.plain_probe = Probe(), Probe()
+        self.window_probe = Probe()
 
     @property
     def known(self) -> bool:

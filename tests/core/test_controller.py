@@ -9,7 +9,7 @@ import pytest
 from langchain_card.config import EngineConfig, Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.controller import MIN_CHANCE, Controller
-from langchain_card.core.costs import Mean, StepTimes
+from langchain_card.core.costs import Mean
 from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.errors import InvalidInputError
@@ -171,7 +171,7 @@ def test_requests_that_wait_are_not_in_the_pass() -> None:
     load, policy = Load("sequential", 4), Controller(shared_device=True)
     for rows, elapsed in ((1, 0.10), (4, 0.13)):
         policy.observe_pass(load, [TEXT], rows, 1, elapsed, 0.10)
-    for _ in range(30):
+    for _ in range(50):
         assert policy.windows(load, [TEXT], [[0.9]]) == [1]
         policy.observe_pass(load, [TEXT], 2, 2, 0.11, 0.11)
 
@@ -217,37 +217,3 @@ def test_step_times_of_few_rows_are_kept_apart() -> None:
             policy.observe_pass(load, [TEXT], rows, 1, 0.05 if rows <= 4 else 0.08, None)
     at = policy.costs_of(load).target.at
     assert at(4) == pytest.approx(0.05, rel=0.01) and at(5) == pytest.approx(0.08, rel=0.01)
-
-
-def test_a_row_that_begins_another_block_of_a_kernel_is_priced() -> None:
-    """Sixteen requests have a full block of rows; one candidate more takes half as long again."""
-    policy, load, texts = Controller(shared_device=True), Load("sequential", 16), [TEXT] * 16
-    for _ in range(20):
-        for rows, elapsed in ((16, 0.13), (17, 0.19), (19, 0.20)):
-            policy.observe_pass(load, texts, rows, rows, elapsed, elapsed)
-    at = policy.costs_of(load).target.at
-    assert at(16) == pytest.approx(0.13, rel=0.03) and at(17) > 0.155
-    assert policy.windows(load, texts, [[0.9], *[[]] * 15]) == [0] * 16
-
-
-def test_passes_without_candidates_are_measured_again() -> None:
-    """Eight rows were measured while the machine was busy: then two candidates more seem to be free, for ever."""
-    load, texts, policy = Load("sequential", 8), [TEXT] * 8, Controller(shared_device=True)
-    for rows, elapsed in ((8, 0.10), (10, 0.09), (16, 0.16)):
-        policy.observe_pass(load, texts, rows, 8, elapsed, elapsed)
-    candidates, widths = [[0.4], [0.3], *[[]] * 6], list[int]()
-    for _ in range(100):
-        widths.append(sum(policy.windows(load, texts, candidates)))
-        elapsed = 0.07 + 0.01 * widths[-1]
-        policy.observe_pass(load, texts, 8 + widths[-1], 8, elapsed, elapsed)
-    assert widths[0] == 2 and sum(widths[-40:]) <= 4
-
-
-def test_a_device_that_slows_down_slows_all_sizes_alike() -> None:
-    times = StepTimes()
-    for _ in range(20):
-        for rows, elapsed in ((8, 0.07), (10, 0.09)):
-            times.observe(rows, elapsed)
-    for _ in range(12):
-        times.observe(10, 0.18)
-    assert times.at(8) == pytest.approx(0.14, rel=0.05) and times.at(10) == pytest.approx(0.18, rel=0.05)
