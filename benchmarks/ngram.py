@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contest.devices import load_device
 from langchain_card.core.candidates import CandidateTree
-from langchain_card.core.costs import CostModel
+from langchain_card.core.costs import CostModel, Speed
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.ports import Budget, Setting
@@ -61,7 +61,7 @@ class Counts:
 
 def step_times(device: str) -> CostModel:
     """Return a cost model with the step times of a device."""
-    costs = CostModel()
+    costs = CostModel(Speed(), Speed())
     for rows, seconds in load_device(device).target.items():
         costs.target.observe(rows, seconds)
     return costs

@@ -20,6 +20,7 @@ from langchain_card.core.costs import (
     Calibration,
     CostModel,
     Mean,
+    Speed,
 )
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
@@ -69,8 +70,9 @@ ALL_DECAY = 0.998
 UNLISTED_PRIOR = 0.2
 """Share of a stated chance that an unlisted candidate has at first (docs/LOG.md, 2026-11-23)."""
 
-FIRST_CHANCE = 0.2
-"""Candidates likelier than this are verified before anything was measured, and when it is measured again."""
+FIRST_CHANCE, FIRST_ROWS = 0.2, 16
+"""Candidates likelier than this are verified before anything was measured, and when it is measured again; so many of
+all requests together, so that this has a bounded price."""
 
 
 @dataclass
@@ -91,11 +93,13 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.costs: dict[LoadKey, CostModel] = {}
+        self.target_speed = Speed()
+        self.draft_speed = self.target_speed if self.shared_device else Speed()
         self.answers = Mean(prior=ANSWER_PRIOR, weight=2)
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)
-        self.choice = ScheduleChoice(self.costs, self.seconds_a_token)
+        self.choice = ScheduleChoice(self.costs, self.target_speed, self.seconds_a_token)
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
@@ -245,7 +249,10 @@ class Controller:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
         if not costs.per_token.value or costs.window_probe.due:
-            return [sum(chance > FIRST_CHANCE for chance in candidates) for candidates in chances]
+            most = max(1, FIRST_ROWS // len(texts))
+            return [sum(chance > FIRST_CHANCE for chance in candidates[:most]) for candidates in chances]
+        if costs.plain_probe.due:
+            return [0] * len(texts)
         return costs.widths(chances, [self._price(load, text, costs) for text in texts])
 
     def patience(self, load: Load) -> float:
@@ -269,12 +276,15 @@ class Controller:
     ) -> None:
         """Learn the time of a pass, and the time per token."""
         costs = self.costs_of(load)
-        self.choice.observe_round(load, costs)
+        self.choice.observe_round(load)
         costs.target.observe(rows, elapsed)
         costs.pace.add(tokens / len(texts))
         drafted = rows > len(texts) or not costs.draft_probe.passes
         costs.draft_probe.missed()
-        costs.window_probe.seen() if rows > len(texts) else costs.window_probe.missed()
+        probes = costs.window_probe, costs.plain_probe
+        used, other = probes if rows > len(texts) else probes[::-1]
+        used.seen()
+        other.missed()
         if since_last is not None:
             costs.per_token.add(since_last / tokens, tokens)
             hits = statistics.fmean(text.hits.value for text in texts)
@@ -290,11 +300,8 @@ class Controller:
         self.layers.add(layers)
 
     def observe_reading(self, load: Load, tokens: int, elapsed: float) -> None:
-        """Learn the time in which a draft reads a token. The first time is left out: the draft may have been cold."""
-        costs = self.costs_of(load)
-        if costs.has_read:
-            costs.read_cost.add(elapsed / tokens)
-        costs.has_read = True
+        """Learn the time in which a draft reads a token."""
+        self.costs_of(load).observe_reading(elapsed / tokens)
 
     def observe_answer(self, tokens: int) -> None:
         """Learn how long answers are."""
@@ -323,7 +330,8 @@ class Controller:
     def _new_costs(self, load: Load) -> CostModel:
         """Make the cost model of a new load, with the step times of the load that is most like it."""
         nearest = min(self._measured(load.schedule), key=lambda key: load.distance(key[1:]), default=None)
-        return CostModel(load.num_seqs, None if nearest is None else self.costs[nearest])
+        alike = None if nearest is None else self.costs[nearest]
+        return CostModel(self.target_speed, self.draft_speed, load.num_seqs, alike)
 
     def _measured(self, schedule: Schedule) -> list[LoadKey]:
         """Return the keys of the loads whose steps were measured under a schedule."""

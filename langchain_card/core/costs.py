@@ -6,21 +6,34 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 DECAY = 0.9
 """Weight of the past against one new observation."""
 
-SPEED_DECAY = 0.8
-"""Weight of the past for the speed of a device, which may change at once."""
+SURPRISE_DECAY = 0.8
+"""Weight of the past for the direction in which steps err: a device may change its speed at once."""
 
 SIZE_DECAY = 0.98
-"""Weight of the past for the ratio of step times between sizes, which hardly changes."""
+"""Weight of the past for what hardly changes."""
 
 EXACT_SIZES = 8
-"""Step times of so many sizes are kept apart: kernels multiply in blocks of rows, and a row more may begin another."""
+"""Step times of so many sizes are kept apart."""
+
+STEP_NOISE, SPEED_CHANGE, SIZE_CHANGE = 0.01, 5e-4, 2e-6
+"""Variances of logarithms: of a measured time, and what the speed of a device and the time of a size gain each step."""
+
+GUESS = 0.01
+"""Variance of the logarithm of a size's time that was measured under another load."""
+
+OWN_SHARE = 0.3
+"""Share of a change of speed, while a load did not run, that this load may not have in common with those that did."""
 
 MAX_SURPRISE = 2.0
 """A step counts as at most this many times longer, or shorter, than expected."""
+
+SHORTEST = 1e-9
+"""Seconds that a step takes at least."""
 
 FIRST_PROBE = 32
 """Passes after which a step that does not seem to pay is tried again."""
@@ -60,56 +73,151 @@ class Mean:
         self.value += (value - self.value) * weight / self.weight
 
 
+@dataclass(slots=True)
+class Factor:
+    """A factor of step times, as far as it is known.
+
+    Attributes:
+        value: its likeliest value.
+        variance: of its logarithm.
+    """
+
+    value: float = 1.0
+    variance: float = 0.0
+
+
+@dataclass(slots=True)
+class Speed(Factor):
+    """The speed of a device: the factor by which its steps take longer than at first.
+
+    It may change at once, because another program runs or the processor is throttled. So it is uncertain while steps
+    keep erring in one direction.
+
+    Attributes:
+        surprise: mean logarithm of measured over expected times.
+        steps: number of steps that were measured.
+    """
+
+    surprise: Mean = field(default_factory=lambda: Mean(decay=SURPRISE_DECAY))
+    steps: float = 0.0
+
+
+class Pace:
+    """The pace of one load on a device: the device's speed, and a factor of the load's own.
+
+    What a busy machine makes of a schedule that does not run is not known. So the own factor becomes uncertain while
+    other loads run, the more the speed changes meanwhile.
+
+    Args:
+        speed: of the device; all its loads share it.
+
+    Attributes:
+        own: the load's own factor.
+    """
+
+    def __init__(self, speed: Speed) -> None:
+        self.speed, self.own = speed, Factor()
+        self._steps, self._value = speed.steps, speed.value  # when the load ran last
+
+    @property
+    def value(self) -> float:
+        """Factor by which steps take longer than at first."""
+        return self.speed.value * self.own.value
+
+    def resume(self) -> None:
+        """Note that a step was measured, before it is learned."""
+        own, elsewhere = self.own, OWN_SHARE * math.log(self.speed.value / self._value)
+        own.variance += SIZE_CHANGE * (self.speed.steps - self._steps) + elsewhere**2
+
+    def learn(self, size: Factor, surprise: float, weight: float) -> None:
+        """Correct all factors of a step's time, each as far as it is uncertain: a Kalman filter over logarithms.
+
+        Args:
+            size: time of a step of that size, at the first pace.
+            surprise: logarithm of measured over expected time.
+            weight: share of a step that was measured.
+        """
+        speed = self.speed
+        total = speed.variance + self.own.variance + size.variance + STEP_NOISE / weight
+        for factor in (speed, self.own, size):
+            factor.value *= math.exp(surprise * factor.variance / total)
+            factor.variance -= factor.variance**2 / total
+        speed.surprise.add(surprise, weight)
+        speed.variance = max(speed.variance + SPEED_CHANGE * weight, speed.surprise.value**2)
+
+    def end_step(self, weight: float) -> None:
+        """Note that a step, or a share of one, was learned."""
+        self.speed.steps += weight
+        self._steps, self._value = self.speed.steps, self.speed.value
+
+
+@dataclass(slots=True)
+class SizeTime(Factor):
+    """The time of a step of one size, in seconds at the first pace.
+
+    Attributes:
+        rows: mean number of rows.
+        count: number of measured steps.
+        last: number of steps of the device at the last one.
+    """
+
+    rows: Mean = field(default_factory=lambda: Mean(decay=SIZE_DECAY))
+    count: int = 0
+    last: float = 0.0
+
+
 class StepTimes:
     """Measured seconds of a step by its number of rows.
 
-    Sizes up to 8 are kept apart, and two per octave above. Their common factor, the speed of the device, is followed
-    at once: when the device slows down, the times of all sizes rise, even of those that were not observed since.
+    Sizes up to 8 are kept apart, and four per octave above. 17 to 20 rows share a time, but not with 16: kernels
+    multiply in blocks of rows. A time is a product: the size's own, which hardly changes, and the pace of the load.
+
+    Args:
+        pace: of the load on the device.
     """
 
-    def __init__(self) -> None:
-        self._speed = 1.0
-        self._sizes: dict[int, tuple[Mean, Mean]] = {}
+    def __init__(self, pace: Pace | None = None) -> None:
+        self.pace = pace or Pace(Speed())
+        self._sizes: dict[int, SizeTime] = {}
         self._points: list[tuple[float, float]] = []
 
-    def copy(self) -> StepTimes:
-        """Return a copy, which learns independently from here on."""
-        copied = StepTimes()
-        copied._speed, copied._points = self._speed, self._points
-        copied._sizes = {about: (size.copy(), seconds.copy()) for about, (size, seconds) in self._sizes.items()}
+    def copy(self, pace: Pace) -> StepTimes:
+        """Return the times as a first guess for another load on the same device."""
+        copied, own = StepTimes(pace), self.pace.own.value
+        copied._points = [(rows, own * seconds) for rows, seconds in self._points]
+        for about, size in self._sizes.items():
+            variance = max(size.variance, GUESS)
+            copied._sizes[about] = replace(size, value=own * size.value, variance=variance, rows=size.rows.copy())
         return copied
 
     def observe(self, rows: int, elapsed: float, weight: float = 1.0) -> None:
         """Add a step over `rows` rows that took `elapsed` seconds; `weight` is below 1 if it is reported in parts."""
-        if (about := _size(rows)) not in self._sizes:
-            self._sizes[about] = Mean(decay=SIZE_DECAY), Mean(decay=SIZE_DECAY)
-        size, seconds = self._sizes[about]
-        if (expected := self.at(rows)) > 0:
-            surprise = min(max(elapsed / expected, 1 / MAX_SURPRISE), MAX_SURPRISE)
-            elapsed = min(elapsed, MAX_SURPRISE * expected)
-            if 0 < seconds.weight <= 1 and surprise < 1:
-                seconds.weight = 0.0  # of the first two the shorter counts: the first may have been cold
-            elif seconds.weight:
-                self._speed *= (1 + (surprise - 1) * (1 - SPEED_DECAY)) ** weight
-        size.add(rows, weight)
-        seconds.add(elapsed / self._speed, weight)
-        self._points = sorted((size.value, seconds.value) for size, seconds in self._sizes.values())
+        self.pace.resume()
+        usual = self.at(rows) or elapsed
+        elapsed = max(SHORTEST, min(elapsed, MAX_SURPRISE * usual))
+        size = self._sizes.setdefault(_size(rows), SizeTime(last=self.pace.speed.steps))
+        size.count += 1
+        if size.count == 1 or (size.count == 2 and elapsed < usual):  # of two the shorter: the first may have been cold
+            size.value, size.variance = elapsed / self.pace.value, STEP_NOISE
+        else:
+            size.variance += SIZE_CHANGE * (self.pace.speed.steps - size.last)
+            self.pace.learn(size, math.log(max(1 / MAX_SURPRISE, elapsed / usual)), weight)
+        self.pace.end_step(weight)
+        size.last = self.pace.speed.steps
+        size.rows.add(rows, weight)
+        self._points = sorted((size.rows.value, size.value) for size in self._sizes.values())
         for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
             self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
-
-    def slow_down(self, factor: float) -> None:
-        """Expect all steps to take so many times as long: the device was slower, or faster, when others ran."""
-        self._speed *= factor
 
     def at(self, rows: int = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any."""
         points = self._points
         if not points or rows <= points[0][0]:
-            return self._speed * points[0][1] if points else 0.0
+            return self.pace.value * points[0][1] if points else 0.0
         i = bisect.bisect_left(points, (rows, 0.0))
         (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
         slope = (high - low) / (many - few) if many > few else self._slope()
-        return self._speed * (low + max(slope, 0.0) * (rows - few))
+        return self.pace.value * (low + max(slope, 0.0) * (rows - few))
 
     def row_cost(self, rows: int = 1) -> float:
         """Return the seconds that one more row adds to a step over `rows` rows, on the way to half as many more."""
@@ -124,15 +232,15 @@ class StepTimes:
 
 
 def _size(rows: int) -> int:
-    """Return the largest of 1 to 8, 12, 16, 24, ... that is not above `rows`."""
+    """Return the smallest of 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ... that is not below `rows`."""
     if rows <= EXACT_SIZES:
         return rows
-    power = 1 << rows.bit_length() - 1
-    return power + power // 2 if rows >= power + power // 2 else power
+    spacing = (1 << (rows - 1).bit_length()) // 8
+    return -(-rows // spacing) * spacing
 
 
 class Probe:
-    """The schedule by which a choice that does not seem to pay is tried again: its costs may have been disturbed.
+    """The schedule by which a choice that does not seem to pay is tried again: costs may have been disturbed.
 
     It is tried after 32 passes without it, then after 64, 128, ..., so that a choice that never pays costs little.
 
@@ -165,6 +273,7 @@ class CostModel:
     """Measured costs under one load, in seconds.
 
     Args:
+        target, draft: speeds of their devices, which may be one.
         num_seqs: requests that run.
         alike: the model of a load with other requests; its times are taken over.
 
@@ -179,11 +288,14 @@ class CostModel:
         pace: tokens of an answer a pass.
         per_expected: measured time per token as a multiple of the expected one, over many texts.
         draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
+        plain_probe: when to verify no candidates, although they seem to pay: what a pass takes without them may be old.
     """
 
-    def __init__(self, num_seqs: int = 1, alike: CostModel | None = None) -> None:
-        self.draft: StepTimes = alike.draft.copy() if alike is not None else StepTimes()
-        self.target: StepTimes = alike.target.copy() if alike is not None else StepTimes()
+    def __init__(self, target: Speed, draft: Speed, num_seqs: int = 1, alike: CostModel | None = None) -> None:
+        target_pace = Pace(target)
+        draft_pace = target_pace if draft is target else Pace(draft)
+        self.target: StepTimes = StepTimes(target_pace) if alike is None else alike.target.copy(target_pace)
+        self.draft: StepTimes = StepTimes(draft_pace) if alike is None else alike.draft.copy(draft_pace)
         self.sharing = Mean(prior=float(num_seqs))
         self.num_seqs: int = num_seqs
         self.read_cost: Mean = Mean() if alike is None else alike.read_cost.copy()
@@ -194,7 +306,7 @@ class CostModel:
         if alike is not None and alike.num_seqs.bit_length() == num_seqs.bit_length():
             self.per_token, self.per_expected = alike.per_token.copy(), alike.per_expected.copy()
         self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
-        self.window_probe = Probe()
+        self.window_probe, self.plain_probe = Probe(), Probe(4 * FIRST_PROBE)  # a plain pass brings the fewest tokens
 
     @property
     def known(self) -> bool:
@@ -206,11 +318,6 @@ class CostModel:
         """True when a time per token follows: from the steps, or from the passes of a target whose draft only read."""
         return bool(self.target.at(1) and (self.draft.at(1) or self.read_cost.value))
 
-    def slow_down(self, factor: float) -> None:
-        """Expect all steps to take so many times as long."""
-        self.draft.slow_down(factor)
-        self.target.slow_down(factor)
-
     def draft_share(self, nodes: int) -> float:
         """Return one request's share, in seconds, of a draft step that expands `nodes` nodes for it."""
         return self.draft.at(round(self.sharing.value * nodes)) / self.sharing.value
@@ -219,6 +326,13 @@ class CostModel:
         """Learn the measured time of `tokens` tokens as a multiple of the expected one; one pass changes it little."""
         usual = self.per_expected.value
         self.per_expected.add(min(max(ratio, usual / MAX_SURPRISE), usual * MAX_SURPRISE), tokens)
+
+    def observe_reading(self, per_token: float) -> None:
+        """Learn the time in which a draft reads a token. The first time is left out: the draft may have been cold."""
+        if self.has_read:
+            usual = self.read_cost.value or per_token
+            self.read_cost.add(min(per_token, usual * MAX_SURPRISE))
+        self.has_read = True
 
     def takers(self, worth: Sequence[float], nodes: Sequence[int]) -> set[int]:
         """Return the requests that take a draft step together, so that they gain the most.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from langchain_card.config import Schedule
-from langchain_card.core.costs import CostModel, Probe
+from langchain_card.core.costs import CostModel, Probe, Speed
 from langchain_card.core.policy import Load, LoadKey, TextStats
 
 FIRST_TRIAL = 8
@@ -35,17 +35,16 @@ class ScheduleChoice:
     that are written alone. Such an answer is also a trial: for a few rounds it runs the other schedule, in the first
     answer, then again after 8, 16, 32, ... answers, and when the machine has become slower or faster.
 
-    Step times of a schedule that does not run follow those of the one that does. A surprise in the first rounds after a
-    change of schedule belongs to that schedule, a later one to the machine.
-
     Args:
         costs: measured costs, by load.
+        speed: of the machine.
         seconds_a_token: returns the expected time per token of a load, by the share of hits and the costs.
     """
 
     def __init__(
         self,
         costs: Mapping[LoadKey, CostModel],
+        speed: Speed,
         seconds_a_token: Callable[[Load, float, CostModel | None], float],
     ) -> None:
         self.costs = costs
@@ -54,29 +53,18 @@ class ScheduleChoice:
         self._rounds = 0  # of the answer
         self._before_trial = cast("Schedule | None", None)
         self._since_trial = 0  # rounds
-        self._load = cast("LoadKey | None", None)  # that ran last, alone
-        self._visit = 0  # rounds since it began
-        self._pass_time, self._slowness = 0.0, 1.0
-        self._slowness_at: dict[LoadKey, float] = {}  # when the load ended
+        self._speed = speed
+        self._speed_at: dict[LoadKey, float] = {}  # when the load ran last
 
-    def observe_round(self, load: Load, costs: CostModel) -> None:
-        """Note that a round has ended, before its pass is observed; follow the speed of the machine."""
+    def observe_round(self, load: Load) -> None:
+        """Note that a round has ended, before its pass is observed."""
         self._rounds, self._since_trial = self._rounds + 1, self._since_trial + 1
-        if load.num_seqs > 1:
-            return
-        if load.key != self._load:
-            if self._load is not None:
-                self._slowness_at[self._load] = self._slowness
-            costs.slow_down(self._drift(load.key))
-            self._load, self._visit = load.key, 0
-        self._visit += 1
-        if self._visit > TRIAL_ROUNDS and self._pass_time:
-            self._slowness *= costs.target.at(1) / self._pass_time
-        self._pass_time = costs.target.at(1)
+        self._speed_at[load.key] = self._speed.value
 
-    def _drift(self, key: LoadKey) -> float:
-        """Return how many times as long steps take now as when the load ended."""
-        return 1.0 if key == self._load else self._slowness / self._slowness_at.get(key, self._slowness)
+    def _change(self, key: LoadKey) -> float:
+        """Return by how much the machine's speed has changed since the load ran: a factor of at least 1."""
+        factor = self._speed.value / self._speed_at.get(key, self._speed.value)
+        return max(factor, 1 / factor)
 
     def choose(self, texts: Sequence[TextStats], current: Schedule | None, positions: int) -> Schedule:
         """Choose for requests that run `current`, or are about to begin. See `Policy.auto`."""
@@ -86,7 +74,7 @@ class ScheduleChoice:
             return current
         if len(texts) > 1:
             return "sequential"
-        expected, drift = self._expected(texts[0], positions)
+        expected, change = self._expected(texts[0], positions)
         usual = self._before_trial or current
         best: Schedule = usual or "sequential"
         if known := all(expected.values()):
@@ -94,7 +82,7 @@ class ScheduleChoice:
                 expected[usual] *= STAY
             best = min(self.trials, key=expected.__getitem__)
         self._before_trial = None
-        changed = max(drift, 1 / drift) > CHANGE and self._since_trial > CHANGE_ROUNDS
+        changed = change > CHANGE and self._since_trial > CHANGE_ROUNDS
         if changed:
             self._rounds = min(self._rounds, TRIAL_AFTER)
         return self._try(best, due=changed or not known) if self._rounds == TRIAL_AFTER else best
@@ -111,7 +99,7 @@ class ScheduleChoice:
         return tried
 
     def _expected(self, text: TextStats, positions: int) -> tuple[dict[Schedule, float], float]:
-        """Return the expected time per token under both schedules, and the drift of the one that does not run.
+        """Return the expected time per token under both schedules, and by how much the speed changed since one ran.
 
         Step times are those of one load that both have run. Those of a short text under one schedule are not compared
         with those of a long text under the other.
@@ -122,12 +110,11 @@ class ScheduleChoice:
         if not common:
             return dict.fromkeys(self.trials, 0.0), 1.0
         size, length = min(common, key=loads[0].distance)
-        expected, drifts = dict[Schedule, float](), list[float]()
+        keys: dict[Schedule, LoadKey] = {schedule: (schedule, size, length) for schedule in self.trials}
+        hits, expected = text.hits.value, dict[Schedule, float]()
         for load in loads:
-            key = load.schedule, size, length
-            drifts.append(self._drift(key))
-            expected[load.schedule] = drifts[-1] * self._seconds_a_token(load, text.hits.value, self.costs[key])
-        return expected, max(drifts, key=lambda drift: abs(math.log(drift)))
+            expected[load.schedule] = self._seconds_a_token(load, hits, self.costs[keys[load.schedule]])
+        return expected, max(map(self._change, keys.values()))
 
 
 def seconds_by_model(costs: CostModel, num_seqs: int, hits: float, max_lead: int, *, parallel: bool) -> float:

@@ -211,6 +211,7 @@ class ModelDrafter:
             begun, read = time.perf_counter(), len(unread) - 1
             read = read if budget.max_read is None else min(read, budget.max_read)
             self._runner.prefill(cache, unread[:read])
+            self._runner.synchronize()  # else the next step would wait for it, and seem to take as long
             unread, reading = unread[read:], time.perf_counter() - begun
             if len(unread) > CATCH_UP_ROWS:
                 return _Part(sequence, DraftStep(tree, budget), reading, read, len(unread))

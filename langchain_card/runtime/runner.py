@@ -94,6 +94,11 @@ class ModelRunner:
         for start in range(0, len(token_ids), TEXT_CHUNK):
             self.step([Rows(cache, token_ids[start : start + TEXT_CHUNK], cache.length)])
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all steps, so that their time can be measured."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def follow(self, cache: KVCache, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """Append `token_ids`, some rows at a time.
 

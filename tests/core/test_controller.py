@@ -9,7 +9,7 @@ import pytest
 from langchain_card.config import EngineConfig, Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.controller import MIN_CHANCE, Controller
-from langchain_card.core.costs import Mean
+from langchain_card.core.costs import Mean, StepTimes
 from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.errors import InvalidInputError
@@ -171,7 +171,7 @@ def test_requests_that_wait_are_not_in_the_pass() -> None:
     load, policy = Load("sequential", 4), Controller(shared_device=True)
     for rows, elapsed in ((1, 0.10), (4, 0.13)):
         policy.observe_pass(load, [TEXT], rows, 1, elapsed, 0.10)
-    for _ in range(50):
+    for _ in range(30):
         assert policy.windows(load, [TEXT], [[0.9]]) == [1]
         policy.observe_pass(load, [TEXT], 2, 2, 0.11, 0.11)
 
@@ -217,3 +217,71 @@ def test_step_times_of_few_rows_are_kept_apart() -> None:
             policy.observe_pass(load, [TEXT], rows, 1, 0.05 if rows <= 4 else 0.08, None)
     at = policy.costs_of(load).target.at
     assert at(4) == pytest.approx(0.05, rel=0.01) and at(5) == pytest.approx(0.08, rel=0.01)
+
+
+def test_a_row_that_begins_another_block_of_a_kernel_is_priced() -> None:
+    """Sixteen requests have a full block of rows; one candidate more takes half as long again."""
+    policy, load, texts = Controller(shared_device=True), Load("sequential", 16), [TEXT] * 16
+    for _ in range(20):
+        for rows, elapsed in ((16, 0.13), (17, 0.19), (19, 0.20)):
+            policy.observe_pass(load, texts, rows, rows, elapsed, elapsed)
+    at = policy.costs_of(load).target.at
+    assert at(16) == pytest.approx(0.13, rel=0.03) and at(17) > 0.155
+    assert policy.windows(load, texts, [[0.9], *[[]] * 15]) == [0] * 16
+
+
+def test_passes_without_candidates_are_measured_again() -> None:
+    """Eight rows were measured while the machine was busy: then two candidates more seem to be free, for ever."""
+    load, texts, policy = Load("sequential", 8), [TEXT] * 8, Controller(shared_device=True)
+    for rows, elapsed in ((8, 0.10), (10, 0.09), (16, 0.16)):
+        policy.observe_pass(load, texts, rows, 8, elapsed, elapsed)
+    candidates, widths = [[0.4], [0.3], *[[]] * 6], list[int]()
+    for _ in range(200):
+        widths.append(sum(policy.windows(load, texts, candidates)))
+        elapsed = 0.07 + 0.01 * widths[-1]
+        policy.observe_pass(load, texts, 8 + widths[-1], 8, elapsed, elapsed)
+    assert widths[0] == 2 and sum(widths[-40:]) <= 4
+
+
+def test_a_device_that_slows_down_slows_all_sizes_alike() -> None:
+    times = StepTimes()
+    for _ in range(20):
+        for rows, elapsed in ((8, 0.07), (10, 0.09)):
+            times.observe(rows, elapsed)
+    for _ in range(12):
+        times.observe(10, 0.18)
+    assert times.at(8) == pytest.approx(0.14, rel=0.05) and times.at(10) == pytest.approx(0.18, rel=0.05)
+
+
+def test_a_trial_of_candidates_has_a_bounded_price() -> None:
+    """Sixteen requests with a dozen likely candidates each once took a pass of 200 rows to find out what one costs."""
+    policy, load, texts = Controller(shared_device=True), Load("sequential", 16), [TEXT] * 16
+    for _ in range(20):
+        policy.observe_pass(load, texts, 16, 16, 0.1, 0.1)
+        policy.observe_pass(load, texts, 17, 16, 0.2, 0.2)
+    widths = list[int]()
+    for _ in range(100):
+        widths.append(sum(policy.windows(load, texts, [[0.25] * 12] * 16)))
+        policy.observe_pass(load, texts, 16 + widths[-1], 16, 0.1 + 0.05 * widths[-1], 0.1 + 0.05 * widths[-1])
+    assert 0 < max(widths) <= 16 and sum(widths) <= 32
+
+
+def test_one_slow_reading_does_not_end_reading() -> None:
+    """The first long text on a GPU took a second; so did each token of any text, for ever."""
+    policy, load = Controller(shared_device=True), Load("sequential")
+    policy.observe_pass(load, [TEXT], 1, 1, 0.05, None)
+    for elapsed in (0.5, 0.1, 1000.0):
+        policy.observe_reading(load, 100, elapsed)
+    assert policy.read_budget(load, TEXT, 100, written=1, left=100)
+
+
+def test_draft_steps_of_a_load_follow_the_speed_of_the_machine() -> None:
+    """A draft that stopped on a slow machine seemed as slow ever after, while passes were fast again."""
+    policy, load = Controller(shared_device=True), Load("sequential", 4)
+    for slow in (1.0, 2.0):
+        for _ in range(40):
+            policy.observe_draft_step(load, 1, 1, slow * 0.016, 1)
+            policy.observe_pass(load, [TEXT] * 4, 4, 4, slow * 0.055, None)
+    for _ in range(20):
+        policy.observe_pass(load, [TEXT] * 4, 4, 4, 0.055, None)
+    assert policy.costs_of(load).draft.at(1) == pytest.approx(0.016, rel=0.1)

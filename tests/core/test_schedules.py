@@ -199,7 +199,7 @@ def test_a_schedule_that_did_not_run_is_expected_to_slow_down_with_the_machine()
             policy.observe_pass(Load(schedule), [TEXT], 8, 4, slow * PASS[schedule], None)
             policy.observe_draft_step(Load(schedule), 1, 1, slow * STEP[schedule], 1)
     sequential, parallel = (policy.seconds_a_token(Load(schedule)) for schedule in ("sequential", "parallel"))
-    assert parallel < sequential, "as it was measured on the faster machine"
+    assert sequential < parallel
     assert auto(policy, 1, "sequential") == auto(policy, 1, None) == "sequential"
 
 
