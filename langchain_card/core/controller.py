@@ -70,9 +70,11 @@ ALL_DECAY = 0.998
 UNLISTED_PRIOR = 0.2
 """Share of a stated chance that an unlisted candidate has at first (docs/LOG.md, 2026-11-23)."""
 
-FIRST_CHANCE, FIRST_ROWS = 0.2, 16
-"""Candidates likelier than this are verified before anything was measured, and when it is measured again; so many of
-all requests together, so that this has a bounded price."""
+FIRST_CHANCE = 0.2
+"""Candidates likelier than this are verified before anything was measured, and when it is measured again."""
+
+TRIAL_ROWS = 16
+"""Candidates of all requests together that are verified when it is measured again: a trial has a bounded price."""
 
 
 @dataclass
@@ -147,6 +149,8 @@ class Controller:
     def grant(self, load: Load, *, hit: bool) -> DraftGrant:
         """Grant steps without a pause under `parallel`, after a miss narrow ones first; else grant a single step.
 
+        The first steps of all are narrow under `sequential`. They may be cold, and would make each further node dear.
+
         A node is expanded when that costs less than it saves. Under `parallel` it saves a whole draft step, if the
         target arrives there; under `sequential` it saves the time of the tokens that it brings.
         """
@@ -158,8 +162,9 @@ class Controller:
         min_chance = max(MIN_CHANCE, min(1.0, row / saves if saves else ROW_COST))
         if self.pins.lead is not None and not parallel:
             min_chance = MIN_CHANCE  # the depth is pinned, not measured
-        narrow = NARROW_STEPS if parallel and not hit and self.pins.draft_width is None else 0
         steps = math.ceil(self.limits.max_lead / self.layers.value) if parallel else 1
+        narrow = NARROW_STEPS * (not hit) if parallel else int(not costs.known)
+        narrow = 0 if self.pins.draft_width is not None else narrow
         return DraftGrant((1,) * narrow + (width,) * (steps - narrow), min_chance)
 
     def read_budget(self, load: Load, text: TextStats, unread: int, written: int, left: int) -> int:
@@ -205,7 +210,7 @@ class Controller:
             return [at.lead < self.pins.lead for at in frontiers]
         costs, parallel = self.costs_of(load), load.schedule == "parallel"
         prices = [self._price(load, text, costs) for text in texts]
-        if not costs.draft.at(1) or not all(prices):
+        if not costs.known or not all(prices):
             return [not at.lead for at in frontiers]  # measure it
         row = costs.target.row_cost(load.num_seqs + round(ROWS_A_LAYER * sum(at.lead for at in frontiers)))
         worth = [self._worth(at, price, row) for at, price in zip(frontiers, prices, strict=True)]
@@ -249,7 +254,7 @@ class Controller:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
         if not costs.per_token.value or costs.window_probe.due:
-            most = max(1, FIRST_ROWS // len(texts))
+            most = max(1, TRIAL_ROWS // len(texts)) if costs.per_token.value else self.limits.max_window
             return [sum(chance > FIRST_CHANCE for chance in candidates[:most]) for candidates in chances]
         if costs.plain_probe.due:
             return [0] * len(texts)

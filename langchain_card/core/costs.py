@@ -32,6 +32,9 @@ OWN_SHARE = 0.3
 MAX_SURPRISE = 2.0
 """A step counts as at most this many times longer, or shorter, than expected."""
 
+FIRST = 1.0 + 1e-6
+"""Steps up to the end of the first, which may be reported in parts."""
+
 SHORTEST = 1e-9
 """Seconds that a step takes at least."""
 
@@ -157,12 +160,12 @@ class SizeTime(Factor):
 
     Attributes:
         rows: mean number of rows.
-        count: number of measured steps.
+        steps: number of measured steps.
         last: number of steps of the device at the last one.
     """
 
     rows: Mean = field(default_factory=lambda: Mean(decay=SIZE_DECAY))
-    count: int = 0
+    steps: float = 0.0
     last: float = 0.0
 
 
@@ -172,18 +175,24 @@ class StepTimes:
     Sizes up to 8 are kept apart, and four per octave above. 17 to 20 rows share a time, but not with 16: kernels
     multiply in blocks of rows. A time is a product: the size's own, which hardly changes, and the pace of the load.
 
+    The first step of a size may have been cold, so that the shorter of the first two counts.
+
     Args:
         pace: of the load on the device.
+
+    Attributes:
+        steps: number of measured steps.
     """
 
     def __init__(self, pace: Pace | None = None) -> None:
-        self.pace = pace or Pace(Speed())
+        self.pace, self.steps = pace or Pace(Speed()), 0.0
         self._sizes: dict[int, SizeTime] = {}
         self._points: list[tuple[float, float]] = []
 
     def copy(self, pace: Pace) -> StepTimes:
         """Return the times as a first guess for another load on the same device."""
         copied, own = StepTimes(pace), self.pace.own.value
+        copied.steps = self.steps
         copied._points = [(rows, own * seconds) for rows, seconds in self._points]
         for about, size in self._sizes.items():
             variance = max(size.variance, GUESS)
@@ -196,12 +205,12 @@ class StepTimes:
         usual = self.at(rows) or elapsed
         elapsed = max(SHORTEST, min(elapsed, MAX_SURPRISE * usual))
         size = self._sizes.setdefault(_size(rows), SizeTime(last=self.pace.speed.steps))
-        size.count += 1
-        if size.count == 1 or (size.count == 2 and elapsed < usual):  # of two the shorter: the first may have been cold
+        if size.steps + weight <= FIRST or (size.steps <= FIRST and elapsed < usual):
             size.value, size.variance = elapsed / self.pace.value, STEP_NOISE
         else:
             size.variance += SIZE_CHANGE * (self.pace.speed.steps - size.last)
             self.pace.learn(size, math.log(max(1 / MAX_SURPRISE, elapsed / usual)), weight)
+        size.steps, self.steps = size.steps + weight, self.steps + weight
         self.pace.end_step(weight)
         size.last = self.pace.speed.steps
         size.rows.add(rows, weight)
@@ -310,8 +319,8 @@ class CostModel:
 
     @property
     def known(self) -> bool:
-        """True when steps of draft and target were measured."""
-        return bool(self.draft.at(1) and self.target.at(1))
+        """True when steps of draft and target were measured, and not only the draft's first."""
+        return bool(self.draft.steps > FIRST and self.target.at(1))
 
     @property
     def comparable(self) -> bool:

@@ -5,6 +5,7 @@ A part of the contest; all of it is `make contest`, whose figures are in docs/pe
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from itertools import groupby
@@ -14,9 +15,10 @@ import pytest
 
 from benchmarks.contest import contest, trees
 from benchmarks.contest.changes import Change, change, changes
+from benchmarks.contest.contenders import Costs
 from benchmarks.contest.devices import costs_of, load_device
 from benchmarks.contest.traces import Trace, shipped
-from langchain_card.config import Pins
+from langchain_card.config import Limits, Pins
 from langchain_card.core.controller import Controller
 from tests.support import ROOT
 
@@ -68,6 +70,18 @@ def test_a_batch_whose_rows_are_dear_is_decoded_plainly() -> None:
     dear = load_device("h200").__class__("dear", False, "", {1: 1.0, 2: 2.0}, {1: 0.5, 2: 1.0})
     plain, ours = contest.batch_cell("chat", KINDS["chat"], dear, 2.0, 4)
     assert ours.speedup >= 0.97 * plain.speedup
+
+
+@pytest.mark.parametrize("cold", [1.0, 10.0])
+def test_a_cold_first_draft_step_does_not_end_drafting_in_batches(cold: float) -> None:
+    """On a GPU, the first of all loads kernels; at its price, no step of four requests seemed to pay ever after."""
+    factors = itertools.chain([cold], itertools.repeat(1.0))
+    costs = Costs(draft=lambda rows: 0.0033 * next(factors), target=lambda rows: 0.007 + 0.00005 * rows)
+    text, limits = contest.joined(KINDS["code"], 1024), Limits(max_num_seqs=4)
+    texts = [contest.cut(text, start, 128) for start in range(0, 1024, 128)]
+    policy = Controller(shared_device=True, limits=limits)
+    speed = contest.card(texts, costs, "auto", policy, limits=limits, num_slots=64)
+    assert speed > 1.3 * 4 / costs.target(4)
 
 
 @pytest.fixture(scope="module")

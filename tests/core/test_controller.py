@@ -28,7 +28,7 @@ def pays(policy: Controller, load: Load, chances: Sequence[float], lead: int) ->
 def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float], per_token: float) -> Controller:
     """A controller that has seen these step times and one token in `per_token` seconds."""
     policy, load = Controller(shared_device=schedule == "sequential"), Load(schedule)  # type: ignore[arg-type]
-    for nodes, elapsed in draft.items():
+    for nodes, elapsed in [*draft.items()] * 2:
         policy.observe_draft_step(load, nodes, nodes, elapsed, 1)
     for rows, elapsed in target.items():
         policy.observe_pass(load, [TEXT], rows, 1, elapsed, per_token)
@@ -141,7 +141,8 @@ def test_one_slow_step_does_not_end_speculation(schedule: Schedule, cold: tuple[
 
 def test_what_never_pays_is_tried_less_and_less() -> None:
     load, policy = Load("sequential"), Controller(shared_device=True)
-    policy.observe_draft_step(load, 1, 1, 1.0, 1)
+    for _ in range(2):
+        policy.observe_draft_step(load, 1, 1, 1.0, 1)
     policy.observe_pass(load, [TEXT], 2, 1, 5.0, 0.1)
     policy.observe_pass(load, [TEXT], 1, 1, 0.1, 0.1)
     drafted, verified = [], []

@@ -153,7 +153,7 @@ def test_a_drafter_without_steps_is_corrected_before_its_next_ones() -> None:
     for token in (5, 6):
         assert not any(isinstance(effect, m.Correct) for effect in run_round(core, [token], 0.0))
     policy.pins = Pins(lead=1)
-    assert core.handle(m.TargetReady(1.0))[:2] == [m.Correct("toy", 0, 0, (5, 6)), m.Grow("toy", 0, (4,), ANY, ANY)]
+    assert core.handle(m.TargetReady(1.0))[:2] == [m.Correct("toy", 0, 0, (5, 6)), m.Grow("toy", 0, (1,), ANY, ANY)]
 
 
 def test_a_change_of_schedule_begins_anew_only_on_drafters_that_share_the_device() -> None:
