@@ -17,11 +17,11 @@ from langchain_card.core.candidates import Frontier
 from langchain_card.core.costs import (
     ROW_COST,
     SIZE_DECAY,
-    Calibration,
     CostModel,
     Mean,
     Speed,
 )
+from langchain_card.core.drafter_state import Calibration
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
 

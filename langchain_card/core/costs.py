@@ -1,4 +1,4 @@
-"""Estimates learned while steps run: step times by size, and how far the chances of a drafter can be trusted."""
+"""Costs learned while steps run: the speed of a device, step times by size, and what a token takes."""
 
 from __future__ import annotations
 
@@ -374,41 +374,3 @@ class CostModel:
                 best, count = worth, i
         widths = Counter(request for _, request in order[:count])
         return [widths[request] for request in range(len(chances))]
-
-
-CHANCES = (0.005, 0.015, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99, 1.0)
-"""Upper ends of the classes of stated chances; a class is calibrated as one."""
-
-PRIOR_WEIGHT = 20.0
-CHANCE_DECAY = 0.995
-MIN_CHANCE = 1e-6
-
-_SCORES = tuple(map(math.log, CHANCES[:-1]))
-
-
-class Calibration:
-    """The chances that one drafter states, lowered to the share of them that came true.
-
-    An overconfident drafter would fill the window and crowd out better ones. A modest drafter keeps its own chances,
-    which are good enough to choose by (docs/LOG.md, 2026-11-23).
-
-    Args:
-        prior: share of a stated chance that is trusted before anything was learned.
-    """
-
-    def __init__(self, prior: float = 1.0) -> None:
-        self._stated = [Mean(chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
-        self._true = [Mean(prior * chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
-        self._lower = [math.log(prior)] * len(CHANCES)
-
-    def score(self, stated: float) -> float:
-        """Return the log chance to use in place of the stated one."""
-        return stated + self._lower[bisect.bisect_left(_SCORES, stated)]
-
-    def learn(self, stated: float, *, taken: bool) -> None:
-        """Learn whether a candidate was `taken`, when the token after its parent was committed."""
-        about = bisect.bisect_left(_SCORES, stated)
-        self._stated[about].add(math.exp(stated))
-        self._true[about].add(taken)
-        true, believed = max(self._true[about].value, MIN_CHANCE), max(self._stated[about].value, MIN_CHANCE)
-        self._lower[about] = min(0.0, math.log(true / believed))

@@ -1,4 +1,4 @@
-"""The core's view of one drafter and one request, and how a proposal enters the cache.
+"""The core's view of one drafter and one request, how a proposal enters the cache, and how far scores are trusted.
 
 Each drafter numbers its own nodes. Three fences keep a late, lost or repeated proposal from putting a candidate under a
 prefix that it was not drafted from: the incarnation (an earlier life of the drafter or of the request), the epoch (an
@@ -8,6 +8,7 @@ here: `is_valid` is checked where they enter this process, from a drafter's own 
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,17 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from langchain_card.core.candidates import DEAD, CandidateTree
+from langchain_card.core.costs import Mean
 from langchain_card.core.messages import Proposal
+
+CHANCES = (0.005, 0.015, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99, 1.0)
+"""Upper ends of the classes of stated chances; a class is calibrated as one."""
+
+PRIOR_WEIGHT = 20.0
+CHANCE_DECAY = 0.995
+MIN_CHANCE = 1e-6
+
+_SCORES = tuple(map(math.log, CHANCES[:-1]))
 
 MAX_NUMBER = 65_536
 """Nodes that a drafter may number in one epoch."""
@@ -197,3 +208,31 @@ def _is_well_typed(proposal: Proposal) -> bool:
         return False
     numbers = (p.elapsed, p.reading, *p.scores)
     return {*map(type, numbers)} <= {int, float} and not any(type(n) is int and abs(n) > MAX_NUMBER for n in numbers)
+
+
+class Calibration:
+    """The chances that one drafter states, lowered to the share of them that came true.
+
+    An overconfident drafter would fill the window and crowd out better ones. A modest drafter keeps its own chances,
+    which are good enough to choose by (docs/LOG.md, 2026-11-23).
+
+    Args:
+        prior: share of a stated chance that is trusted before anything was learned.
+    """
+
+    def __init__(self, prior: float = 1.0) -> None:
+        self._stated = [Mean(chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
+        self._true = [Mean(prior * chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
+        self._lower = [math.log(prior)] * len(CHANCES)
+
+    def score(self, stated: float) -> float:
+        """Return the log chance to use in place of the stated one."""
+        return stated + self._lower[bisect.bisect_left(_SCORES, stated)]
+
+    def learn(self, stated: float, *, taken: bool) -> None:
+        """Learn whether a candidate was `taken`, when the token after its parent was committed."""
+        about = bisect.bisect_left(_SCORES, stated)
+        self._stated[about].add(math.exp(stated))
+        self._true[about].add(taken)
+        true, believed = max(self._true[about].value, MIN_CHANCE), max(self._stated[about].value, MIN_CHANCE)
+        self._lower[about] = min(0.0, math.log(true / believed))

@@ -14,8 +14,7 @@ from langchain_card.core import query
 from langchain_card.core.candidates import CandidateTree, frontier
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.costs import Calibration
-from langchain_card.core.drafter_state import DrafterState
+from langchain_card.core.drafter_state import Calibration, DrafterState
 from langchain_card.core.messages import Proposal
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats, SamplingParams
