@@ -67,6 +67,7 @@ def on_a_cpu(cells: Cells) -> str:
     """Return the table of the cells with answers of fixed lengths."""
     lines = [
         "### Requests at once, lengths and a slow host, on one CPU\n",
+        "On a slow host, steps take twice as long for 40 passes, then not, and so on: means over four starts.\n",
         "| text | fixed, hindsight | card | card / fixed | best fixed setting |",
         "| --- " * 5 + "|",
     ]
