@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 from collections import Counter
@@ -19,6 +20,9 @@ from langchain_card.errors import CARDError
 ANSWERS = 5
 """Answers to each load, at least, as a multiple of the requests at once."""
 
+SHORTEST = 0.5
+"""Tokens of the shortest answer to a load, as a share of the longest one's."""
+
 WARM_UP_TOKENS = 96
 """Tokens of the answers before the measurement, which compile kernels and let `auto` measure its steps."""
 
@@ -34,8 +38,10 @@ class Server(Protocol):
     name: str
     weights: str
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
-        """Answer prompts, so many requests at once, the next one when an answer ends.
+    def serve(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], requests: int, tenant: str
+    ) -> list[Served]:
+        """Answer prompts with at most so many tokens each, so many requests at once, the next one when an answer ends.
 
         Texts of another `tenant` are not reused. A prompt that came before is another tenant's.
         """
@@ -123,6 +129,15 @@ def laps(prompts: Iterable[Sequence[int]]) -> Iterator[int]:
         seen[prompt] += 1
 
 
+def lengths(count: int, longest: int) -> list[int]:
+    """Return limits of answers, spread evenly from `SHORTEST` to 1 times the longest; neighbours differ much.
+
+    With one limit, plain decoding writes all answers in lockstep, and reads the next prompts in one pass.
+    """
+    golden = (math.sqrt(5) - 1) / 2
+    return [math.ceil(longest * (1 - (1 - SHORTEST) * (place * golden % 1))) for place in range(count)]
+
+
 def measure_load(
     results: LoadResults,
     methods: Sequence[Server],
@@ -141,7 +156,7 @@ def measure_load(
         methods: plain decoding among them.
         prompts: token ids by set.
         requests: numbers of requests at once.
-        max_tokens: of each answer.
+        max_tokens: of the longest answers (`lengths`).
         report: called after each cell.
 
     Raises:
@@ -150,27 +165,34 @@ def measure_load(
     first = next(iter(prompts.values()))
     for method in methods:
         for count in (1, max(requests)):
-            _serve(results, method, first[:count], WARM_UP_TOKENS, count, "warm-up")
+            _serve(results, method, first[:count], [WARM_UP_TOKENS] * len(first), count, "warm-up")
     for (text, ids), count in itertools.product(prompts.items(), requests):
         queue = [*ids] * -(-ANSWERS * count // len(ids))
-        half = len(queue) // 2
+        limits, half = lengths(len(queue), max_tokens), len(queue) // 2
         order = [*methods]
         random.Random(f"{text} {count}").shuffle(order)  # noqa: S311
-        first_turn = {method.name: _serve(results, method, queue[:half], max_tokens, count, text) for method in order}
+        first_turn = {
+            method.name: _serve(results, method, queue[:half], limits[:half], count, text) for method in order
+        }
         for method in reversed(order):
-            second_turn = _serve(results, method, queue[half:], max_tokens, count, f"{text}, second turn")
+            second_turn = _serve(results, method, queue[half:], limits[half:], count, f"{text}, second turn")
             if method.name not in results.failed:
                 results.cells.append(Cell(text, count, method.name, (first_turn[method.name], second_turn)))
                 report(results)
 
 
 def _serve(
-    results: LoadResults, method: Server, ids: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str
+    results: LoadResults,
+    method: Server,
+    ids: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    requests: int,
+    tenant: str,
 ) -> tuple[Served, ...]:
     if method.name in results.failed:
         return ()
     try:
-        return (*method.serve(ids, max_tokens, requests, f"{method.name} {requests} {tenant}"),)
+        return (*method.serve(ids, limits, requests, f"{method.name} {requests} {tenant}"),)
     except CARDError as error:
         if method.name == PLAIN:
             raise

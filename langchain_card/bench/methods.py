@@ -71,14 +71,16 @@ class EngineMethod:
             _figures(stats, ended - first),
         )
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+    def serve(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], requests: int, tenant: str
+    ) -> list[Served]:
         """Answer prompts, so many requests at once, as tenants whose texts no other tenant uses."""
 
-        def answer_as(lap: int, prompt: Sequence[int]) -> Served:
-            answer = self._engine.submit(prompt, self._params(max_tokens, f"{tenant} {lap}")).result()
+        def answer_as(lap: int, prompt: Sequence[int], limit: int) -> Served:
+            answer = self._engine.submit(prompt, self._params(limit, f"{tenant} {lap}")).result()
             return Served(answer.token_ids, answer.stats.submitted, answer.stats.first_token, answer.stats.ended)
 
-        return keep_busy(answer_as, requests, laps(prompts), prompts)
+        return keep_busy(answer_as, requests, laps(prompts), prompts, max_tokens)
 
     def _params(self, max_tokens: int, tenant: str) -> SamplingParams:
         return SamplingParams(

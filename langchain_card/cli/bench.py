@@ -220,7 +220,9 @@ def _show_load(screen: Screen, results: LoadResults, args: argparse.Namespace) -
     if args.plot is not None and results.cells:
         from langchain_card.bench.plots import plot_load
 
-        plot_load(results, args.plot, f"{args.model}, draft {args.draft_model}; answers of {args.max_tokens} tokens")
+        plot_load(
+            results, args.plot, f"{args.model}, draft {args.draft_model}; answers of at most {args.max_tokens} tokens"
+        )
     _name_files(screen, len(results.cells), args)
 
 

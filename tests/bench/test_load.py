@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from langchain_card.bench.load import Cell, LoadResults, keep_busy, laps, measure_load, table, times_plain
+from langchain_card.bench.load import Cell, LoadResults, keep_busy, laps, lengths, measure_load, table, times_plain
 from langchain_card.bench.method import Served
 from langchain_card.bench.method_table import LOAD_SETS
 from langchain_card.bench.prompts import named_sets
@@ -28,10 +29,14 @@ class Scripted:
 
     def __init__(self, name: str, seconds: float, *, fails: bool = False, order: list[str] | None = None) -> None:
         self.name, self.weights, self.calls = name, "none", list[tuple[int, int, str]]()
+        self.limits = list[list[int]]()
         self._seconds, self._fails, self._order = seconds, fails, [] if order is None else order
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+    def serve(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], requests: int, tenant: str
+    ) -> list[Served]:
         self.calls.append((len(prompts), requests, tenant))
+        self.limits.append([*max_tokens])
         self._order.append(self.name)
         if self._fails:
             raise EngineError(self.name, requests, "failed on purpose")
@@ -68,6 +73,15 @@ def test_a_set_that_is_smaller_than_the_load_is_answered_again_by_another_tenant
     header, *lines = table(results)
     assert header[:3] == ("text", "at once", "plain, tokens/s") and len(lines) == 2
     assert lines[1][-1] == "21 of 21" and lines[0][-2] == "10.0"
+
+
+def test_answers_end_at_different_lengths_the_same_for_each_method() -> None:
+    limits = lengths(20, 128)
+    assert min(limits) < 70 and max(limits) == 128 and sum(limits) / 20 == pytest.approx(96, abs=4)
+    assert min(abs(a - b) for a, b in itertools.pairwise(limits)) > 10
+    plain, card = Scripted("plain", 2.0), Scripted("card", 1.0)
+    measure_load(LoadResults({"plain": "", "card": ""}), [plain, card], {"code": PROMPTS}, [2], 10, lambda _: None)
+    assert plain.limits == card.limits and [*itertools.chain(*plain.limits[2:])] == lengths(12, 10)
 
 
 def test_methods_take_turns_in_a_load() -> None:

@@ -165,21 +165,23 @@ class LlamaServer:
         steps = Run.of_steps((tuple(token_ids[:kept]),), begun, answer.times[:kept], 1, answer.figures)
         return replace(steps, peak=highest)
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+    def serve(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], requests: int, tenant: str
+    ) -> list[Served]:
         """Answer prompts, so many at once, with as many slots of a new server."""
         self.close()
         self._slots = requests
         self._start()
-        body = {"n_predict": max_tokens, **self._sampling}
-        self._ask(body | {"prompt": [*prompts[0][:1]], "n_predict": 1})  # its first request is slower
+        self._ask({"prompt": [*prompts[0][:1]], "n_predict": 1, **self._sampling})  # its first request is slower
 
-        def answer(prompt: Sequence[int]) -> Served:
+        def answer(prompt: Sequence[int], limit: int) -> Served:
+            body = {"prompt": [*prompt], "n_predict": limit, "stream": True, **self._sampling}
             sent = time.perf_counter()
-            events = read_events(self.name, self._ask(body | {"prompt": [*prompt], "stream": True}))
+            events = read_events(self.name, self._ask(body))
             kept = self._length(events.token_ids)
             return Served(tuple(events.token_ids[:kept]), sent, events.times[0], events.times[kept - 1])
 
-        return keep_busy(answer, requests, prompts)
+        return keep_busy(answer, requests, prompts, max_tokens)
 
     def _length(self, token_ids: Sequence[int]) -> int:
         """Return the tokens up to the end of text, or before one that stayed unknown."""

@@ -70,9 +70,11 @@ class Peer:
         response = self._request({"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens})
         return Run(**response | {"token_ids": tuple(map(tuple, response["token_ids"]))})
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, tenant: str) -> list[Served]:
+    def serve(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], requests: int, tenant: str
+    ) -> list[Served]:
         """Answer prompts, so many at once. Nothing is reused between answers."""
-        message = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "requests": requests}
+        message = {"prompts": [*map(list, prompts)], "max_tokens": [*max_tokens], "requests": requests}
         answers = self._request(message)["answers"]
         return [Served(**answer | {"token_ids": tuple(answer["token_ids"])}) for answer in answers]
 

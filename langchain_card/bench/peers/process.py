@@ -6,6 +6,7 @@ lines.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -256,24 +257,27 @@ class _Batching:
     def __call__(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
         """Answer all prompts at once."""
         times, begun = list[float](), time.perf_counter()
-        answers = self.serve(prompts, max_tokens, len(prompts), times)
+        answers = self.serve(prompts, [max_tokens] * len(prompts), len(prompts), times)
         first = [answer.first for answer in answers].count(times[0])
         return Run.of_steps(tuple(answer.token_ids for answer in answers), begun, times, first)
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, requests: int, times: list[float] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: Sequence[int],
+        requests: int,
+        times: list[float] | None = None,
     ) -> list[Served]:
         """Answer prompts, so many at once; `times` receives the ends of the steps that brought tokens."""
         import numpy as np
         import openvino
 
-        self._generation.max_new_tokens = max_tokens
-        waiting = [*enumerate(prompts)][::-1]
+        waiting = [*zip(itertools.count(), prompts, max_tokens)][::-1]
         running: dict[int, tuple[Any, float, list[int], list[float]]] = {}
         answers: dict[int, Served] = {}
         while waiting or running:
             while waiting and len(running) < requests:
-                number, prompt = waiting.pop()
+                number, prompt, self._generation.max_new_tokens = waiting.pop()
                 text, sent = openvino.Tensor(np.array([prompt], np.int64)), time.perf_counter()
                 self._next_id += 1
                 handle = self._pipeline.add_request(self._next_id, text, self._generation)
