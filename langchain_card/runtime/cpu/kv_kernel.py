@@ -17,17 +17,17 @@ from langchain_card.runtime.cpu.vectors import (
     I32,
     I64,
     LANES,
-    MAX_ROWS,
     SUMS,
     Builder,
     close_phi,
+    instructions,
     intrinsic,
     own_function,
 )
 
 TILE = 32
 
-MAX_HEADS = min(8, MAX_ROWS)
+MAX_HEADS = 8 if instructions() == "avx512vnni" else 2
 """Heads that share a tile of keys or values while it lies in a register."""
 
 BYTE_OFFSET = 128
@@ -55,7 +55,7 @@ def _write(num_rows: int, b: Any, args: Any) -> None:
     for n in range(num_rows):
         four = b.bitcast(k.everywhere(k.load(levels, k.plus(k.times(at, num_rows), n), 4, I32)), BYTES)
         for t in range(2):
-            more[2 * n + t] = k.dot_bytes(more[2 * n + t], stored_bytes[t], four, wide=True)
+            more[2 * n + t] = k.dot_bytes(more[2 * n + t], stored_bytes[t], four)
     another_turn = k.plus(turn, 1)
     b.cbranch(b.icmp_signed("<", another_turn, turns), next_turn, group_done)
 

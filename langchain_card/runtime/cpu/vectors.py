@@ -40,8 +40,11 @@ UNITS = 0x4B400000
 
 UNITS_FLOAT = float(3 << 22)
 
-MAX_ROWS = 16 if instructions() == "avx512vnni" else 2
-"""Rows that a weight serves while it lies in a register: CPUs without AVX-512 have fewer and narrower registers."""
+TOP_LEVEL = 127
+"""Largest magnitude of a rounded activation."""
+
+MAX_ROWS = {"avx512vnni": 16, "avx2": 8}.get(instructions(), 2)
+"""Rows that a weight serves while it lies in a register (docs/LOG.md, 2026-11-27)."""
 
 
 class Builder:
@@ -110,14 +113,13 @@ class Builder:
         value = self.b.fmul(self.b.bitcast(size, FLOATS), FLOATS([2.0**112] * LANES))
         return self.b.bitcast(self.b.or_(self.b.bitcast(value, SUMS), sign), FLOATS)
 
-    def dot_bytes(self, sums: Any, weights: Any, levels: Any, *, wide: bool) -> Any:
+    def dot_bytes(self, sums: Any, weights: Any, levels: Any) -> Any:
         """Add four products of unsigned and signed bytes to each of 16 sums.
 
         Args:
             sums: int32 [16].
             weights: unsigned bytes [64].
             levels: signed bytes [64].
-            wide: whether the sum of two products may not fit 16 bits.
         """
         if instructions() == "avx512vnni":
             own = (self.b.bitcast(x, sums.type) for x in (weights, levels))  # LLVM 22 takes bytes, and accepts this too
@@ -127,20 +129,30 @@ class Builder:
             products = self.b.mul(self.b.zext(weights, words), self.b.sext(levels, words))
             return self._add_parts(sums, products, 4)
         halves = self._halves(sums, weights, levels)
-        return self._join(self._dot_half(own, left, right, wide) for own, left, right in halves)
+        return self._join(self._dot_half(own, left, right) for own, left, right in halves)
 
-    def _dot_half(self, sums: Any, weights: Any, levels: Any, wide: bool) -> Any:
+    def _dot_half(self, sums: Any, weights: Any, levels: Any) -> Any:
         if instructions() == "avxvnni":
             own = (self.b.bitcast(x, sums.type) for x in (weights, levels))
             return self.call("llvm.x86.avx512.vpdpbusd.256", sums.type, sums, *own)
-        words, parts = vector(I16, LANES), [levels]
-        if wide:
-            half = self.b.ashr(levels, levels.type([1] * levels.type.count))
-            parts = [half, self.b.sub(levels, half)]
-        for part in parts:
+        words, half = vector(I16, LANES), self.b.ashr(levels, levels.type([1] * levels.type.count))
+        for part in (half, self.b.sub(levels, half)):  # the sum of two whole products may not fit 16 bits
             pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", words, weights, part)
             sums = self.b.add(sums, self.call("llvm.x86.avx2.pmadd.wd", sums.type, pairs, words([1] * LANES)))
         return sums
+
+    def pair_products(self, weights: Any, levels: Any) -> Any:
+        """Return sums of two products of unsigned and signed bytes [64], as words [32], on AVX2."""
+        words = vector(I16, LANES)
+        halves = self._halves(weights, levels)
+        return self._join([self.call("llvm.x86.avx2.pmadd.ub.sw", words, *half) for half in halves])
+
+    def add_pairs(self, sums: Any, words: Any) -> Any:
+        """Add two signed words [32] to each of 16 sums, on AVX2."""
+        ones = vector(I16, LANES)([1] * LANES)
+        halves = self._halves(words)
+        parts = [self.call("llvm.x86.avx2.pmadd.wd", vector(I32, LANES // 2), *half, ones) for half in halves]
+        return self.b.add(sums, self._join(parts))
 
     def dot_words(self, sums: Any, left: Any, right: Any) -> Any:
         """Add two products of signed words [32] to each of 16 sums."""
@@ -172,7 +184,47 @@ class Builder:
         return self.b.shuffle_vector(whole, ir.Constant(whole.type, ir.Undefined), places)
 
     def _join(self, halves: Any) -> Any:
-        return self.b.shuffle_vector(*halves, SUMS(list(range(LANES))))
+        left, right = halves
+        return self.b.shuffle_vector(left, right, vector(I32, 2 * left.type.count)(list(range(2 * left.type.count))))
+
+
+class ByteDots:
+    """A sum of products of unsigned and signed bytes in each of 16 lanes.
+
+    AVX2 has no instruction that adds them to an integer of 32 bits. There, sums of pairs stay in 16 bits while they
+    fit, so that two instructions do the work of three.
+
+    Args:
+        k: writes the instructions.
+        bits: of an unsigned byte.
+        start: returns the first value of the sum, when it is needed.
+    """
+
+    def __init__(self, k: Builder, bits: int, start: Callable[[], Any]) -> None:
+        self._k, self._start = k, start
+        self._sums: Any = None
+        self._pairs: Any = None
+        self._fit = ((1 << 15) - 1) // (2 * TOP_LEVEL * ((1 << bits) - 1)) if instructions() == "avx2" else 0
+        self._held = 0
+
+    def add(self, weights: Any, levels: Any) -> None:
+        """Add the products of unsigned bytes [64] and signed bytes [64] of at most `TOP_LEVEL`, four in each lane."""
+        k = self._k
+        if not self._fit:
+            self._sums = k.dot_bytes(self._started(), weights, levels)
+            return
+        pairs = k.pair_products(weights, levels)
+        self._pairs = k.b.add(self._pairs, pairs) if self._held else pairs
+        self._held += 1
+        if self._held == self._fit:
+            self._sums, self._held = k.add_pairs(self._started(), self._pairs), 0
+
+    def _started(self) -> Any:
+        return self._start() if self._sums is None else self._sums
+
+    def total(self) -> Any:
+        """Return the sum, int32 [16]."""
+        return self._k.add_pairs(self._started(), self._pairs) if self._held else self._started()
 
 
 def own_function(module: Any, name: str, arguments: Sequence[Any], write: Callable[[Any, Any], None]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -99,8 +100,8 @@ def test_the_largest_sums_are_right(form: Format) -> None:
         if form.has_min:
             rows[..., 2:4] = 0
         rows = rows.reshape(16, -1)
-        for sign in (-1, 1):
-            x = np.full((1, features_of(form)), sign, np.float32)
+        for sign, count in itertools.product((-1, 1), (1, 4)):
+            x = np.full((count, features_of(form)), sign, np.float32)
             expected = rounded_rows(x) @ dequantized(form, rows).T.astype(np.float64)
             found = product(x, matrix((form.number, rows)))
             assert np.allclose(found, expected, rtol=1e-6, atol=0)

@@ -23,6 +23,7 @@ from langchain_card.runtime.cpu.vectors import (
     LANES,
     MAX_ROWS,
     SUMS,
+    TOP_LEVEL,
     UNITS,
     Builder,
     close_phi,
@@ -32,7 +33,7 @@ from langchain_card.runtime.cpu.vectors import (
     vector,
 )
 
-_LEVELS: np.float32 = np.float32(127.0)
+_LEVELS: np.float32 = np.float32(TOP_LEVEL)
 _TINY: np.float32 = np.float32(1e-30)
 _NO_SIGN = 0x7FFFFFFF
 

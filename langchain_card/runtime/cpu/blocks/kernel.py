@@ -32,6 +32,7 @@ from langchain_card.runtime.cpu.vectors import (
     UNITS_FLOAT,
     WORDS,
     Builder,
+    ByteDots,
     close_phi,
     intrinsic,
     own_function,
@@ -40,6 +41,9 @@ from langchain_card.runtime.cpu.vectors import (
 
 BLOCK = 256
 """Features of a row that are rounded with one factor."""
+
+FEW_ROWS = 3
+"""Below so many rows, an addition to a sum would wait for the one before."""
 
 _AHEAD = 6144
 """Bytes between the weights that are used and those that begin to be loaded."""
@@ -139,16 +143,14 @@ class _Tile:
             codes, scale = k.plus(head, head_size(form)), k.halves_at(head, 0)
         for line in range(group_size(form) // 64):
             k.prefetch(codes, _AHEAD + 64 * line)
-        sums = [self._start(number, n) for n in self.rows]
-        chains = [sums, *([[SUMS([0] * LANES)] * len(sums)] if len(sums) < 3 else [])]  # few rows would wait for sums
-        chains = [list(chain) for chain in chains]
+        chains = [[ByteDots(k, form.bits, functools.partial(self._start, number, n)) for n in self.rows]]
+        if len(self.rows) < FEW_ROWS:  # they would wait for sums
+            chains.append([ByteDots(k, form.bits, lambda: SUMS([0] * LANES)) for _ in self.rows])
         for i, weights in enumerate(self._quads(codes)):
             quad = k.plus(k.times(number, form.group // 4), i)
             for n in self.rows:
-                four = b.bitcast(self._row_integer(self.levels, quad, n), BYTES)
-                chain = chains[i % len(chains)]
-                chain[n] = k.dot_bytes(chain[n], weights, four, wide=form.bits == 8)
-        sums = [functools.reduce(b.add, parts) for parts in zip(*chains, strict=True)]
+                chains[i % len(chains)][n].add(weights, b.bitcast(self._row_integer(self.levels, quad, n), BYTES))
+        sums = [functools.reduce(b.add, (dots.total() for dots in own)) for own in zip(*chains, strict=True)]
         units = FLOATS([UNITS_FLOAT] * LANES)
         grown = [
             k.fma(b.fsub(b.bitcast(own, FLOATS), units), scale, before) for own, before in zip(sums, inner, strict=True)
