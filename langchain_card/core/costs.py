@@ -219,10 +219,14 @@ class StepTimes:
             self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
 
     def at(self, rows: int = 1) -> float:
-        """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any."""
+        """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any.
+
+        Each row of a smaller step is expected to take as long as in the smallest one. So small steps are tried, and
+        measured: as dear as large ones, they never would be.
+        """
         points = self._points
         if not points or rows <= points[0][0]:
-            return self.pace.value * points[0][1] if points else 0.0
+            return self.pace.value * points[0][1] * rows / points[0][0] if points else 0.0
         i = bisect.bisect_left(points, (rows, 0.0))
         (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
         slope = (high - low) / (many - few) if many > few else self._slope()

@@ -72,9 +72,9 @@ def test_leave_is_for_layers_whatever_a_step_brings() -> None:
 
 
 def test_requests_that_share_draft_steps_make_them_cheap() -> None:
-    """Rows cost nothing in steps of 8 and of 16 nodes, though one request's share of them differs."""
+    """Rows cost nothing in steps of 4 to 16 nodes, though one request's share of them differs."""
     load, policy = Load("parallel", 8), Controller(shared_device=False)
-    for nodes, together in ((1, 8), (2, 8), (2, 16), (4, 16)):
+    for nodes, together in ((1, 4), (1, 8), (2, 8), (2, 16), (4, 16)):
         policy.observe_draft_step(load, nodes, together, 0.01 * nodes / together, 1)
     assert policy.grant(load, hit=True).min_chance == MIN_CHANCE
     assert policy.costs_of(load).draft_share(1) == pytest.approx(0.01 / policy.costs_of(load).sharing.value)
@@ -91,6 +91,20 @@ def test_a_window_is_as_wide_as_its_rows_pay() -> None:
     assert policy.windows(load, [TEXT], [[0.9, 0.05, 0.05, 0.05]]) == [3], "rows are nearly free up to the knee"
     assert policy.windows(load, [TEXT], [[0.9, 0.8, 0.7, 0.6, 0.5, 0.1]]) == [5], "behind it they must pay"
     assert policy.windows(load, [TEXT], [[0.01]]) == [0]
+
+
+def test_fewer_rows_than_were_measured_are_tried() -> None:
+    """Where rows are dear and eight requests have run, the last request does not fill its passes to eight rows."""
+    policy = Controller(shared_device=True)
+    for _ in range(20):
+        policy.observe_draft_step(Load("sequential", 8), 1, 8, 0.007, 1)
+        policy.observe_pass(Load("sequential", 8), [TEXT] * 8, 16, 9, 0.36, 0.36)
+        policy.observe_pass(Load("sequential", 8), [TEXT] * 8, 8, 8, 0.18, 0.18)
+    for num_seqs in range(7, 0, -1):
+        load, chances = Load("sequential", num_seqs), [[0.5] * 7] * num_seqs
+        assert policy.windows(load, [TEXT] * num_seqs, chances) == [0] * num_seqs
+        policy.observe_pass(load, [TEXT] * num_seqs, num_seqs, num_seqs, max(0.06, 0.0225 * num_seqs), None)
+    assert policy.windows(Load("sequential"), [TEXT], [[0.5] * 7]) == [2], "three rows cost little more than one"
 
 
 def test_requests_that_are_verified_together_compete_for_rows() -> None:
