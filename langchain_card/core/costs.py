@@ -221,16 +221,17 @@ class StepTimes:
     def at(self, rows: int = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any.
 
-        Each row of a smaller step is expected to take as long as in the smallest one. So small steps are tried, and
-        measured: as dear as large ones, they never would be.
+        Rows become dearer with their number, at first because reading the weights takes longer than multiplying them.
+        So below all measured sizes, a row saves at most what one more costs there. This much is expected: small steps
+        are tried, and measured.
         """
         points = self._points
-        if not points or rows <= points[0][0]:
-            return self.pace.value * points[0][1] * rows / points[0][0] if points else 0.0
-        i = bisect.bisect_left(points, (rows, 0.0))
+        if not points:
+            return 0.0
+        i = max(1, bisect.bisect_left(points, (rows, 0.0)))
         (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
         slope = (high - low) / (many - few) if many > few else self._slope()
-        return self.pace.value * (low + max(slope, 0.0) * (rows - few))
+        return self.pace.value * max(low + max(slope, 0.0) * (rows - few), low * min(1.0, rows / few))
 
     def row_cost(self, rows: int = 1) -> float:
         """Return the seconds that one more row adds to a step over `rows` rows, on the way to half as many more."""

@@ -100,11 +100,11 @@ def test_fewer_rows_than_were_measured_are_tried() -> None:
         policy.observe_draft_step(Load("sequential", 8), 1, 8, 0.007, 1)
         policy.observe_pass(Load("sequential", 8), [TEXT] * 8, 16, 9, 0.36, 0.36)
         policy.observe_pass(Load("sequential", 8), [TEXT] * 8, 8, 8, 0.18, 0.18)
-    for num_seqs in range(7, 0, -1):
-        load, chances = Load("sequential", num_seqs), [[0.5] * 7] * num_seqs
+    for num_seqs in range(7, 1, -1):
+        load, chances = Load("sequential", num_seqs), [[0.3] * 7] * num_seqs
         assert policy.windows(load, [TEXT] * num_seqs, chances) == [0] * num_seqs
         policy.observe_pass(load, [TEXT] * num_seqs, num_seqs, num_seqs, max(0.06, 0.0225 * num_seqs), None)
-    assert policy.windows(Load("sequential"), [TEXT], [[0.5] * 7]) == [2], "three rows cost little more than one"
+    assert policy.windows(Load("sequential"), [TEXT], [[0.3] * 7]) == [2], "three rows cost little more than one"
 
 
 def test_requests_that_are_verified_together_compete_for_rows() -> None:
