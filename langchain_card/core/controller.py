@@ -284,7 +284,7 @@ class Controller:
         self.choice.observe_round(load)
         costs.target.observe(rows, elapsed)
         costs.pace.add(tokens / len(texts))
-        drafted = rows > len(texts) or not costs.draft_probe.passes
+        drafted = not costs.draft_probe.passes
         costs.draft_probe.missed()
         probes = costs.window_probe, costs.plain_probe
         used, other = probes if rows > len(texts) else probes[::-1]

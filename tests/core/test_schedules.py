@@ -60,16 +60,14 @@ def test_auto_follows_what_was_measured_where_steps_let_expect_something_else() 
     policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("parallel")
     assert auto(policy, 1, None) == "parallel"
     expected = policy.seconds_a_token(load)
-    for _ in range(100):
-        policy.observe_pass(
-            load, [policy.new_text()], 8, 4, 0.10, 4 * 1.6 * expected
-        )  # misses waste more than the model says
+    for _ in range(100):  # misses waste more than the model says
+        policy.observe_draft_step(load, 1, 1, 0.02, 1)
+        policy.observe_pass(load, [policy.new_text()], 8, 4, 0.10, 4 * 1.6 * expected)
     assert policy.seconds_a_token(load) == pytest.approx(1.6 * expected, rel=0.1)
     assert auto(policy, 1, None) == "sequential"
-    for _ in range(200):
-        policy.observe_pass(
-            Load("sequential"), [policy.new_text()], 8, 2, 0.09, 2 * 4 * expected
-        )  # a harder text, or a busy machine
+    for _ in range(200):  # a harder text, or a busy machine
+        policy.observe_draft_step(Load("sequential"), 1, 1, 0.015, 1)
+        policy.observe_pass(Load("sequential"), [policy.new_text()], 8, 2, 0.09, 2 * 4 * expected)
     assert auto(policy, 1, None) == "parallel"
 
 
@@ -80,12 +78,14 @@ def test_one_pass_that_was_held_up_changes_little() -> None:
     assert policy.seconds_a_token(load) < 1.6 * usual
 
 
-def test_passes_without_a_draft_say_nothing_about_drafting() -> None:
+@pytest.mark.parametrize("rows", [1, 8])
+def test_passes_without_a_draft_say_nothing_about_drafting(rows: int) -> None:
+    """Also those that verify what n-grams proposed."""
     policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential")
     policy.observe_pass(load, [policy.new_text()], 1, 1, 0.055, None)
     usual = policy.costs_of(load).per_expected.value
     for _ in range(50):
-        policy.observe_pass(load, [policy.new_text()], 1, 1, 0.055, 0.055)
+        policy.observe_pass(load, [policy.new_text()], rows, 1, 0.055, 0.055)
     assert policy.costs_of(load).per_expected.value == usual
 
 
