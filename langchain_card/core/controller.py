@@ -185,6 +185,11 @@ class Controller:
         pays = expected * self._saved(load, text, costs) > unread * price * caution
         return max(LEAST_READ, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0
 
+    def max_readers(self, load: Load) -> int:
+        """Let one request of a batch find out what reading costs; then as many as it pays for."""
+        known = not self.shared_device or self.pins.lead is not None or self.costs_of(load).read_cost.value
+        return load.num_seqs if known else 1
+
     def _saved(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the seconds that each token of a text takes less if the draft works for it, as far as is known.
 

@@ -108,6 +108,10 @@ class Policy(Protocol):
             left: tokens that the answer may still have.
         """
 
+    def max_readers(self, load: Load) -> int:
+        """Return for how many requests a draft may read in one step."""
+        ...
+
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Return for each request whether its round should take one more draft step before it verifies.
 

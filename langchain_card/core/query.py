@@ -80,9 +80,10 @@ class Query:
         effects: list[m.Effect] = []
         granted, grant = set[int](), self.policy.grant(load, hit=True)
         for name in (name for name, drafter in self.drafters.items() if drafter.paced):
-            steps, open_ = [], [state for state in states if name in state.drafters]
-            for state in (state for state in open_ if state.drafters[name].unread):
-                steps += [(state, max_read)] if (max_read := self._read_budget(state, name, load)) else []
+            open_ = [state for state in states if name in state.drafters]
+            unread = [state for state in open_ if state.drafters[name].unread]
+            steps = [(state, max_read) for state in unread if (max_read := self._read_budget(state, name, load))]
+            steps = steps[: self.policy.max_readers(load)]
             growing = [(state, at) for state in open_ if (at := self._frontier(state, name, load)) is not None]
             pays = self.policy.draft_pays(load, [state.text for state, _ in growing], [at for _, at in growing])
             for (state, _), worth in zip(growing, pays, strict=True):

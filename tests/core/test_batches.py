@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from langchain_card.config import Limits
 from langchain_card.core.candidates import Frontier
-from langchain_card.core.controller import Controller
+from langchain_card.core.controller import FIRST_READ, Controller
 from langchain_card.core.costs import Mean
+from langchain_card.core.messages import Proposal
 from langchain_card.core.policy import Load, TextStats
+from langchain_card.core.request import Request, SamplingParams
+from langchain_card.ports import Budget
+from tests.simulation import ToyDrafter, ToyModel, ToyTarget
+from tests.simulation.simulated import Simulation
 
 TEXT = TextStats(hits=Mean(0.8), pace=Mean(1.0))
 """A text that no test changes."""
@@ -74,3 +81,25 @@ def test_requests_decide_together_on_a_draft_step_that_they_share() -> None:
     assert policy.draft_pays(load, [TEXT], [worth]) == [False]
     less = worth._replace(chances=[0.05])
     assert policy.draft_pays(load, [TEXT] * 2, [less] * 2) == [False, False]
+
+
+class SlowReader(ToyDrafter):
+    """A drafter whose text is long, and that takes 10 ms to read one of its tokens."""
+
+    tokens_read = 0
+
+    def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
+        """Report what was read, and in which time."""
+        proposals = [replace(proposal, reading=0.01 * proposal.read) for proposal in super().step(budgets)]
+        self.tokens_read += sum(proposal.read for proposal in proposals)
+        return proposals
+
+
+def test_the_price_of_reading_is_found_out_by_two_answers_of_a_batch() -> None:
+    """Reading all texts would take as long as a hundred tokens, before its price is known."""
+    model = ToyModel(200)
+    drafter = SlowReader(model, text=1000, step_time=lambda _: 0.01)
+    target, policy, limits = ToyTarget(model, lambda rows: 0.1), Controller(shared_device=True), Limits(max_num_seqs=8)
+    requests = [Request(i, (1, 2 + i), SamplingParams(max_tokens=30, schedule="sequential")) for i in range(8)]
+    Simulation(target, drafter, policy, limits).run(requests)
+    assert 0 < drafter.tokens_read <= 2 * FIRST_READ, "the first time is left out: it may have been cold"

@@ -131,9 +131,7 @@ async def answer_all(load: Load, server: ServerProcess) -> None:
     print(dict(load.outcomes), f"{growth / 2**20:.1f} MB more, {time.monotonic() - start:.0f} s")
     assert load.outcomes == {"exact": REQUESTS * 85 // 100, "left": REQUESTS // 10, "504 timeout": REQUESTS // 20}
     async with httpx.AsyncClient(base_url=server.url) as client:
-        while (await client.get("/health")).json()["open_requests"]:
-            await asyncio.sleep(0.01)
-            assert time.monotonic() - start < 300
+        await wait_for_open(0, client)
         found = counted((await client.get("/metrics")).text)
     of_all = (WARM_UP + REQUESTS) // 100
     assert (found["200"], found["504"]) == (85 * of_all, 5 * of_all)
@@ -142,9 +140,18 @@ async def answer_all(load: Load, server: ServerProcess) -> None:
     assert growth < MOST_GROWTH + TEXT
 
 
+async def wait_for_open(count: int, client: httpx.AsyncClient) -> None:
+    """Wait until so many requests run or wait in the server."""
+    start = time.monotonic()
+    while (await client.get("/health")).json()["open_requests"] != count:
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - start < 300
+
+
 async def drain(load: Load, server: ServerProcess) -> None:
     running = [asyncio.create_task(load.ask(**ASKED[0] | LONG)) for _ in range(CLIENTS)]
-    await asyncio.sleep(0.5)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        await wait_for_open(CLIENTS, client)
     start = time.monotonic()
     assert await asyncio.to_thread(server.end, signal.SIGTERM) == 0
     assert time.monotonic() - start < 5 + 5, "the drain's seconds, and what ending takes"

@@ -282,6 +282,10 @@ class FixedPolicy:
         """Read the fixed number of tokens at a time."""
         return self._read if written or not self._late else 0
 
+    def max_readers(self, load: Load) -> int:
+        """Let all requests read at once."""
+        return load.num_seqs
+
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Take every step, except that under `parallel` a round waits only for a first candidate."""
         return [load.schedule != "parallel" or not at.lead for at in frontiers]
