@@ -74,7 +74,7 @@ FIRST_CHANCE = 0.2
 """Candidates likelier than this are verified before anything was measured, and when it is measured again."""
 
 TRIAL_ROWS = 16
-"""Candidates of all requests together that are verified when it is measured again: a trial has a bounded price."""
+"""Candidates of all requests together that a trial verifies, the first one too: it has a bounded price."""
 
 
 @dataclass
@@ -259,7 +259,7 @@ class Controller:
             return [min(self.pins.window - 1, len(candidates)) for candidates in chances]
         costs = self.costs_of(load)
         if not costs.per_token.value or costs.window_probe.due:
-            most = max(1, TRIAL_ROWS // len(texts)) if costs.per_token.value else self.limits.max_window
+            most = max(1, TRIAL_ROWS // len(texts))
             return [sum(chance > FIRST_CHANCE for chance in candidates[:most]) for candidates in chances]
         if costs.plain_probe.due:
             return [0] * len(texts)
