@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PINS = $$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench race contest long-texts notebooks docs clean
+.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench race contest long-texts load notebooks docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -73,12 +73,16 @@ RACE ?= docs/race.json
 
 race: setup ## README, docs/performance.md: this engine against tuned peers on HumanEval and SETS (an hour or two; needs the peers)
 	@$(BIN)/python benchmarks/race.py HumanEval=humaneval $(SETS) --json $(RACE)
-	@$(BIN)/python benchmarks/race_page.py $(RACE)
+	@$(BIN)/python -m benchmarks.race_page $(RACE)
 
 long-texts: setup ## docs/performance.md: this engine, llama.cpp and OpenVINO on long texts (half an hour; needs both)
 	@$(BIN)/langchain-card bench --context 300 1000 3000 7000 --answer 16 64 256 --methods card llama-server openvino \
 		--json docs/long_texts.json --plot docs/long_texts.png
-	@$(BIN)/python benchmarks/long_texts.py
+	@$(BIN)/python -m benchmarks.bench_page long-texts
+
+load: setup ## docs/performance.md: 1 to 16 requests at once (an hour or two; needs the built-in pair)
+	@$(BIN)/langchain-card bench --load --json docs/load.json --plot docs/load.png
+	@$(BIN)/python -m benchmarks.bench_page load
 
 notebooks: setup ## execute the cookbook and store its outputs
 	@$(BIN)/python .ci/notebooks.py

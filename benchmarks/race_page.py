@@ -1,6 +1,6 @@
 """The parts of README.md and docs/performance.md on the race, written from the file of `race.py`.
 
-    python benchmarks/race_page.py [FILE]
+    python -m benchmarks.race_page [FILE]
 
 FILE is docs/race.json by default. What lies between the two marks of each page is replaced. `make race` measures and
 writes.
@@ -11,12 +11,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from benchmarks.pages import DOCS, ROOT, command_and_machine, listed, replace_part, weights
 from langchain_card.bench.compare import markdown_table
 from langchain_card.bench.method_table import PLAIN
 from langchain_card.bench.race import Race, bandwidth_share, details, load_race, losses, peers_of, summary
-
-ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- begin: make race -->", "<!-- end: make race -->"
 
 
 def readme(race: Race) -> str:
@@ -33,20 +31,16 @@ def readme(race: Race) -> str:
 
 def page(race: Race) -> str:
     """Return the long part: command, conditions, both tables, and what was lost."""
-    machine, packages = race.about["machine"], {"torch": race.about["machine"]["torch"], **race.about["packages"]}
-    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
-    command = f"<!-- runs: not in CI, needs the peers and an hour -->\n```console\n$ {race.about['command']}\n```"
-    measured = f"Measured on {machine['processor']}, {machine['cores']} cores, {machine['memory']} ({versions})."
+    measured = command_and_machine(race.about, "needs the peers and an hour")
     lists = [*_conditions(race), *(f"*{name}* was left out: {why}" for name, why in race.failed.items())]
     none = "None: no peer was faster than `card`, and none decoded plainly faster than `plain`."
     lost = losses(race) or [none if peers_of(race) else "No peer took part."]
-    parts = [command, measured, markdown_table([*summary(race)]), markdown_table([*details(race)]), _listed(lists)]
-    return "\n\n".join([*parts, "Losses (medians, 95 % bounds):", _listed(lost)])
+    parts = [measured, markdown_table([*summary(race)]), markdown_table([*details(race)]), listed(lists)]
+    return "\n\n".join([*parts, "Losses (medians, 95 % bounds):", listed(lost)])
 
 
 def _conditions(race: Race) -> list[str]:
-    weights = "; ".join(f"`{name}`: {words}" for name, words in race.weights.items())
-    notes = [f"Weights: {weights}."]
+    notes = [weights(race.weights)]
     for name, options in race.about["options"].items():
         if options and name in race.weights:
             words = ", ".join(f"`{option} {value}`" for option, value in options.items())
@@ -72,21 +66,11 @@ def _conditions(race: Race) -> list[str]:
     return notes
 
 
-def _listed(lines: list[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def write(file: Path, text: str) -> None:
-    """Replace what lies between the marks of a page."""
-    before, rest = file.read_text().split(BEGIN)
-    file.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
-
-
 def main(path: Path) -> None:
     race = load_race(path)
-    write(ROOT / "README.md", readme(race))
-    write(ROOT / "docs" / "performance.md", page(race))
+    replace_part(ROOT / "README.md", "race", readme(race))
+    replace_part(DOCS / "performance.md", "race", page(race))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "race.json")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "race.json")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, TypeAlias
 
-DOCS = Path(__file__).parents[2] / "docs"
+from benchmarks.pages import DOCS, replace_part
+
 Cells: TypeAlias = dict[tuple[str, float], dict[str, dict[str, Any]]]
-BEGIN, END = "<!-- begin: make contest -->", "<!-- end: make contest -->"
 METHODS = {
     "plain": "plain",
     "chain": "chain",
@@ -30,9 +29,7 @@ def main() -> None:
     kinds = {trace for trace, _ in cells if ", " not in trace}
     text = [table_of_kind(kind, cells) for kind in sorted(kinds)]
     text += [shared(cells), on_a_cpu(cells), batches(cells)]
-    page = DOCS / "performance.md"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(before + BEGIN + "\n\n" + "\n\n".join(text) + "\n\n" + END + rest.split(END)[1])
+    replace_part(DOCS / "performance.md", "contest", "\n\n".join(text))
 
 
 def table_of_kind(kind: str, cells: Cells) -> str:

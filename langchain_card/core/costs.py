@@ -23,8 +23,8 @@ EXACT_SIZES = 8
 STEP_NOISE, SPEED_CHANGE, SIZE_CHANGE = 0.01, 5e-4, 2e-6
 """Variances of logarithms: of a measured time, and what the speed of a device and the time of a size gain each step."""
 
-GUESS = 0.01
-"""Variance of the logarithm of a size's time that was measured under another load."""
+GUESS = 0.02
+"""Variance of the logarithm of a size's time that was measured under another load: one step outweighs it."""
 
 OWN_SHARE = 0.3
 """Share of a change of speed, while a load did not run, that this load may not have in common with those that did."""
@@ -232,6 +232,11 @@ class StepTimes:
         (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
         slope = (high - low) / (many - few) if many > few else self._slope()
         return self.pace.value * max(low + max(slope, 0.0) * (rows - few), low * min(1.0, rows / few))
+
+    def knows(self, rows: int) -> bool:
+        """Return whether steps of this size were measured under this load, and not too long ago."""
+        size = self._sizes.get(_size(rows))
+        return size is not None and size.variance + SIZE_CHANGE * (self.pace.speed.steps - size.last) < GUESS
 
     def row_cost(self, rows: int = 1) -> float:
         """Return the seconds that one more row adds to a step over `rows` rows, on the way to half as many more."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long_texts as page
+from benchmarks import bench_page
+from benchmarks.pages import marks
 from langchain_card.bench.compare import WARM_UPS, Comparison, Row, markdown_table
 from langchain_card.bench.long_texts import SOURCES, compare_long_texts, long_texts, prompts_of, table
 from langchain_card.bench.method import Run, longest_gap
@@ -106,11 +107,12 @@ def test_the_command_measures_draws_and_fills_the_page(
     assert len(written["rows"]) == 16 and len(written["texts"]) == 8 and written["packages"] == {}
     assert all(len(row["run"]["token_ids"][0]) == written["texts"][row["group"]]["answer"] for row in written["rows"])
     assert not written["differences"], "both methods are exact"
-    (tmp_path / "performance.md").write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    monkeypatch.setattr(page, "DOCS", tmp_path)
-    page.main()
+    begin, end = marks("long-texts")
+    (tmp_path / "performance.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    monkeypatch.setattr(bench_page, "DOCS", tmp_path)
+    bench_page.main("long-texts")
     text = (tmp_path / "performance.md").read_text()
-    assert text.startswith("before\n") and text.endswith(f"{page.END}\nafter\n") and "old" not in text
+    assert text.startswith("before\n") and text.endswith(f"{end}\nafter\n") and "old" not in text
     assert lines[0] in text and "bench" in text and "cores" in text
 
 

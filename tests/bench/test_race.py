@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import race as script
 from benchmarks import race_page as page
+from benchmarks.pages import marks
 from langchain_card.bench import machine
 from langchain_card.bench.compare import Comparison, Row, conditions
 from langchain_card.bench.machine import bytes_a_pass, memory_bandwidth
@@ -34,6 +35,7 @@ from langchain_card.models.tokenizer import load_tokenizer
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+BEGIN, END = marks("race")
 ABOUT: dict[str, Any] = {
     "command": "python benchmarks/race.py code chat --json race.json",
     "machine": {"processor": "a CPU", "cores": 2, "memory": "24 GiB", "torch": "2.13"},
@@ -158,20 +160,16 @@ def test_the_pages_are_filled_between_their_marks(race: Race, tmp_path: Path, mo
     (tmp_path / "docs").mkdir()
     files = [tmp_path / "README.md", tmp_path / "docs" / "performance.md"]
     for file in files:
-        file.write_text(f"before\n{page.BEGIN}\nEARLIER\n{page.END}\nafter\n")
+        file.write_text(f"before\n{BEGIN}\nEARLIER\n{END}\nafter\n")
     monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(page, "DOCS", tmp_path / "docs")
     race.save(tmp_path / "race.json")
     for _ in range(2):
         page.main(tmp_path / "race.json")
     for text in (file.read_text() for file in files):
-        assert text.startswith("before\n") and text.endswith(f"{page.END}\nafter\n") and "EARLIER" not in text
-        assert text.count("| code |") >= 1 and text.count(page.BEGIN) == 1
+        assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "EARLIER" not in text
+        assert text.count("| code |") >= 1 and text.count(BEGIN) == 1
     assert "`flash-attn on`" in text and "40.0 GB/s" in text and ABOUT["command"] in text
-
-
-def test_the_real_pages_have_the_marks() -> None:
-    for file in (page.ROOT / "README.md", page.ROOT / "docs" / "performance.md"):
-        assert file.read_text().count(page.BEGIN) == file.read_text().count(page.END) == 1
 
 
 @pytest.mark.slow

@@ -104,7 +104,10 @@ def test_fewer_rows_than_were_measured_are_tried() -> None:
         load, chances = Load("sequential", num_seqs), [[0.3] * 7] * num_seqs
         assert policy.windows(load, [TEXT] * num_seqs, chances) == [0] * num_seqs
         policy.observe_pass(load, [TEXT] * num_seqs, num_seqs, num_seqs, max(0.06, 0.0225 * num_seqs), None)
-    assert policy.windows(Load("sequential"), [TEXT], [[0.3] * 7]) == [2], "three rows cost little more than one"
+    alone = Load("sequential")
+    assert policy.windows(alone, [TEXT], [[0.3] * 7]) == [0], "a pass over one row was never measured"
+    policy.observe_pass(alone, [TEXT], 1, 1, 0.06, 0.06)
+    assert policy.windows(alone, [TEXT], [[0.3] * 7]) == [2], "three rows cost little more than one"
 
 
 def test_requests_that_are_verified_together_compete_for_rows() -> None:
