@@ -110,6 +110,21 @@ def test_fewer_rows_than_were_measured_are_tried() -> None:
     assert policy.windows(alone, [TEXT], [[0.3] * 7]) == [2], "three rows cost little more than one"
 
 
+def test_what_a_pass_takes_without_candidates_is_measured_first() -> None:
+    """Another load's time was too long: then two candidates seem to be free, and passes without them never run."""
+    policy, texts, candidates = Controller(shared_device=True), [TEXT] * 8, [[0.5], [0.5], *[[]] * 6]
+    for _ in range(3):
+        policy.observe_draft_step(Load("sequential", 16), 1, 1, 0.05, 1)
+        for rows, elapsed in ((8, 0.21), (10, 0.21), (16, 0.30)):
+            policy.observe_pass(Load("sequential", 16), [TEXT] * rows, rows, rows, elapsed, elapsed)
+    load, widths = Load("sequential", 8), list[int]()
+    for _ in range(40):
+        widths.append(sum(policy.windows(load, texts, candidates)))
+        elapsed = 0.17 + 0.015 * widths[-1]
+        policy.observe_pass(load, texts, 8 + widths[-1], 8, elapsed, elapsed)
+    assert 0 < sum(widths) <= 6, "as a trial"
+
+
 def test_requests_that_are_verified_together_compete_for_rows() -> None:
     load = Load("parallel", 2)
     policy = Controller(shared_device=False)
