@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -275,14 +276,15 @@ async def test_draining_refuses_new_requests(model: CARDChatModel) -> None:
 
 @pytest.mark.slow
 def test_answers_that_run_when_the_server_ends(model: CARDChatModel) -> None:
-    with served(model) as url:
-        connection = posted(url, CHAT, ask(**LONG | {"max_tokens": 600}, stream=True))
-        wait_until(lambda: model.engine.num_running == 1)
-    seen = b""
-    while piece := connection.recv(1 << 16):
-        seen += piece
+    with ThreadPoolExecutor(1) as reader:
+        with served(model, end_seconds=60) as url:
+            connection = posted(url, CHAT, ask(**LONG | {"max_tokens": 600}, stream=True))
+            answer = reader.submit(lambda: b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+            wait_until(lambda: model.engine.num_running == 1)
+        assert not model.engine.num_running
+        assert b"data: [DONE]" in answer.result(20)
     connection.close()
-    assert b"data: [DONE]" in seen and num_open(model) == 0
+    assert num_open(model) == 0
 
 
 # Numbers.

@@ -33,12 +33,12 @@ CLI = "import sys; from langchain_card.cli import main; sys.exit(main())"
 
 
 @contextmanager
-def served(model: CARDChatModel, **settings: Any) -> Iterator[str]:
-    """The address of a server that answers with a model called `tiny`."""
+def served(model: CARDChatModel, end_seconds: int = 5, **settings: Any) -> Iterator[str]:
+    """The address of a server that answers with a model called `tiny`, and has `end_seconds` to finish its answers."""
     app = create_app(model, Settings(**{"model_names": (NAME, "alias"), **settings}))
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)  # slow readers are felt early
-    config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=end_seconds)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), name="test-server")
     thread.start()
@@ -47,7 +47,7 @@ def served(model: CARDChatModel, **settings: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(end_seconds + 15)
         listening.close()
         assert not thread.is_alive()
 
