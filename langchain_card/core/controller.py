@@ -261,7 +261,7 @@ class Controller:
         if not costs.per_token.value or costs.window_probe.due:
             most = max(1, TRIAL_ROWS // len(texts))
             return [sum(chance > FIRST_CHANCE for chance in candidates[:most]) for candidates in chances]
-        if costs.plain_probe.due or not costs.target.knows(len(texts)):
+        if costs.plain_probe.due:
             return [0] * len(texts)
         return costs.widths(chances, [self._price(load, text, costs) for text in texts])
 

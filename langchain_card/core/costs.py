@@ -26,6 +26,9 @@ STEP_NOISE, SPEED_CHANGE, SIZE_CHANGE = 0.01, 5e-4, 2e-6
 GUESS = 0.02
 """Variance of the logarithm of a size's time that was measured under another load: one step outweighs it."""
 
+GUESS_ERROR = 0.25
+"""Share by which such a time may be too long: two standard deviations."""
+
 OWN_SHARE = 0.3
 """Share of a change of speed, while a load did not run, that this load may not have in common with those that did."""
 
@@ -371,11 +374,14 @@ class CostModel:
     def widths(self, chances: Sequence[Sequence[float]], prices: Sequence[float]) -> list[int]:
         """Return how many candidates of each request to verify: each adds its chance in tokens, and its row in time.
 
+        None, where the time of a pass without candidates is a guess and decides: so it is measured.
+
         Args:
             chances: [requests] chances of the candidates, likeliest first.
             prices: [requests] seconds that a token is worth.
         """
-        fewest, gained, best, count = self.target.at(len(chances)), 0.0, 0.0, 0
+        fewest = self.target.at(len(chances))
+        gained, best, count = 0.0, 0.0 if self.target.knows(len(chances)) else GUESS_ERROR * fewest, 0
         order = sorted((-chance * prices[request], request) for request, row in enumerate(chances) for chance in row)
         for i, (negated, _) in enumerate(order, 1):
             gained -= negated
