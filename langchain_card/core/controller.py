@@ -73,7 +73,7 @@ UNLISTED_PRIOR = 0.2
 FIRST_CHANCE = 0.2
 """Candidates likelier than this are verified before anything was measured, and when it is measured again."""
 
-TRIAL_ROWS = 16
+TRIAL_ROWS = 4
 """Candidates of all requests together that a trial verifies, the first one too: it has a bounded price."""
 
 
