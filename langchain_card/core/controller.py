@@ -74,7 +74,7 @@ FIRST_CHANCE = 0.2
 """Candidates likelier than this are verified before anything was measured, and when it is measured again."""
 
 TRIAL_ROWS = 4
-"""Candidates of all requests together that a trial verifies, the first one too: it has a bounded price."""
+"""Candidates of all requests together that a trial verifies, the first one too: a few rows tell what a row costs."""
 
 
 @dataclass
