@@ -101,13 +101,14 @@ class Controller:
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)
-        self.choice = ScheduleChoice(self.costs, self.target_speed, self.seconds_a_token)
+        self.choice = ScheduleChoice(self.costs, self.target_speed, self._seconds_at_best)
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
     def new_text(self) -> TextStats:
         """Expect of a new text what texts usually are like, until its own tokens outweigh that."""
-        return TextStats(Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY), Mean(1.0, PACE_WEIGHT))
+        hits = Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY)
+        return TextStats(hits, *(Mean(1.0, PACE_WEIGHT) for _ in range(3)))
 
     def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster."""
@@ -115,24 +116,33 @@ class Controller:
             return "sequential" if self.shared_device else "parallel"
         return self.choice.choose(texts, current, positions)
 
-    def seconds_a_token(self, load: Load, hits: float | None = None, costs: CostModel | None = None) -> float:
-        """Return the expected time per token of all answers; 0 before steps were measured.
+    def seconds_a_token(self, load: Load, text: TextStats | None = None, costs: CostModel | None = None) -> float:
+        """Return the expected time per token of all answers with a draft; 0 before steps were measured.
 
         Texts differ more than schedules do, so the speeds of two answers cannot be compared. Speeds are compared with
         what step times and hits let expect of their own text, over many passes.
 
         Args:
             load: the load that runs.
-            hits: share of tokens that are the draft's first guess; None for the usual one.
+            text: which is answered; None for a usual one.
             costs: of the load, or of one like it.
         """
         costs = costs or self.costs.get(load.key) or self._new_costs(load)
-        hits = self.usual_hits.value if hits is None else hits
+        hits = self.usual_hits.value if text is None else text.hits.value
         return self._by_model(load, hits, costs) * costs.per_expected.value
 
     def _by_model(self, load: Load, hits: float, costs: CostModel) -> float:
         parallel = load.schedule == "parallel"
         return seconds_by_model(costs, load.num_seqs, hits, self.limits.max_lead, parallel=parallel)
+
+    def _seconds_at_best(self, load: Load, text: TextStats, costs: CostModel) -> float:
+        """Return the expected time per token of all answers, with or without a draft; 0 before steps were measured."""
+        drafted = self.seconds_a_token(load, text, costs)
+        return drafted and min(drafted, self._seconds_undrafted(load, text, costs))
+
+    def _seconds_undrafted(self, load: Load, text: TextStats, costs: CostModel) -> float:
+        """Return the expected time per token of all answers if this one has no draft: free drafters go on."""
+        return costs.target.at(load.num_seqs - 1 + text.free_rows.value) / text.free_pace.value / load.num_seqs
 
     def _price(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the seconds that one more token of a text is worth: as many as all answers take to write one.
@@ -195,14 +205,15 @@ class Controller:
 
         Before it is known, one answer alone finds it out, rather than each of a batch.
         """
-        count, hits = load.num_seqs, text.hits.value
-        plain = costs.target.at(count) / count
+        count = load.num_seqs
         if not costs.known or (costs.draft_probe.due and count == 1):
-            return SAVED_PRIOR * plain / count  # what one of them finds out, all know
+            return SAVED_PRIOR * costs.target.at(count) / count**2  # what one of them finds out, all know
         if load.schedule == "parallel":
-            return plain - self.seconds_a_token(load, hits, costs)
-        drafted = with_a_chain(costs, count, hits, self.limits.max_lead) * costs.per_expected.value
-        return plain / text.pace.value - drafted
+            drafted = self.seconds_a_token(load, text, costs)
+        else:
+            chain = with_a_chain(costs, count, text.hits.value, self.limits.max_lead)
+            drafted = chain * costs.per_expected.value
+        return self._seconds_undrafted(load, text, costs) - drafted
 
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Weigh a draft step by measured times and hits.

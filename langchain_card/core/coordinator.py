@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.lifecycle import Lifecycle
 from langchain_card.core.pass_timing import Passes
-from langchain_card.core.policy import Policy
+from langchain_card.core.policy import Policy, TextStats
 from langchain_card.core.proposals import Intake
 from langchain_card.core.query import DrafterTraits, Query
 from langchain_card.core.request import FinishReason, Request
@@ -163,13 +164,13 @@ class Coordinator:
         accepted = sources[: len(rows) - 1]
         state.kept_rows = tuple(rows[: len(tokens)])
         state.output_ids += tokens
-        state.text.pace.add(len(tokens))
         self.scheduler.note_length(state)
         self._passes.add(verdict, len(tokens), now)
         state.stats.add_round(verdict, len(tokens), window.sources, accepted, hit, now)
         state.stats.rescued += sum(verdict.target_ids[row] != token for row, token in zip(rows, tokens))  # noqa: B905
         logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
         by = (*accepted, "")[: len(tokens)]
+        self._observe_text(state.text, window, by)
         effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs, hit)]
         if reason is not None:
             reason = FinishReason.LENGTH if state.stats.closed else reason
@@ -181,6 +182,14 @@ class Coordinator:
         for name in state.drafters:
             effects += self.lifecycle.correct(state, name, hit=hit)
         return effects
+
+    def _observe_text(self, text: TextStats, window: m.Window, sources: Sequence[str]) -> None:
+        """Learn from a pass whose tokens `sources` had proposed, "" where no drafter had."""
+        dear = {name for name, drafter in self.drafters.items() if drafter.paced}
+        free = takewhile(lambda source: source and source not in dear, sources)
+        text.pace.add(len(sources))
+        text.free_pace.add(min(len(sources), 1 + len([*free])))
+        text.free_rows.add(1 + sum(source not in dear for source in window.sources))
 
     def _advance(self, state: RequestState, token: int) -> str:
         """Commit one token; return the drafter that had proposed it, or ""."""

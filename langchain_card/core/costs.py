@@ -221,7 +221,7 @@ class StepTimes:
         for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
             self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
 
-    def at(self, rows: int = 1) -> float:
+    def at(self, rows: float = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any.
 
         Rows become dearer with their number, at first because reading the weights takes longer than multiplying them.

@@ -6,7 +6,7 @@ Times are in seconds, chances between 0 and 1, scores are log chances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from langchain_card.config import Schedule
@@ -50,14 +50,18 @@ class TextStats:
     Attributes:
         hits: share of its tokens that were the draft's first guess.
         pace: tokens a pass.
+        free_rows: rows a pass, without candidates of drafters whose steps cost device time.
+        free_pace: tokens a pass, up to the first candidate of such a drafter.
     """
 
     hits: Mean
     pace: Mean
+    free_rows: Mean = field(default_factory=lambda: Mean(1.0))
+    free_pace: Mean = field(default_factory=lambda: Mean(1.0))
 
     def copy(self) -> TextStats:
         """Return an independent copy."""
-        return TextStats(self.hits.copy(), self.pace.copy())
+        return TextStats(self.hits.copy(), self.pace.copy(), self.free_rows.copy(), self.free_pace.copy())
 
 
 class DraftGrant(NamedTuple):

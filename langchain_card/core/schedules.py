@@ -38,14 +38,14 @@ class ScheduleChoice:
     Args:
         costs: measured costs, by load.
         speed: of the machine.
-        seconds_a_token: returns the expected time per token of a load, by the share of hits and the costs.
+        seconds_a_token: returns the expected time per token of a load, by the text and the costs.
     """
 
     def __init__(
         self,
         costs: Mapping[LoadKey, CostModel],
         speed: Speed,
-        seconds_a_token: Callable[[Load, float, CostModel | None], float],
+        seconds_a_token: Callable[[Load, TextStats, CostModel], float],
     ) -> None:
         self.costs = costs
         self.trials: dict[Schedule, Probe] = {"sequential": Probe(FIRST_TRIAL), "parallel": Probe(FIRST_TRIAL)}
@@ -111,9 +111,7 @@ class ScheduleChoice:
             return dict.fromkeys(self.trials, 0.0), 1.0
         size, length = min(common, key=loads[0].distance)
         keys: dict[Schedule, LoadKey] = {schedule: (schedule, size, length) for schedule in self.trials}
-        hits, expected = text.hits.value, dict[Schedule, float]()
-        for load in loads:
-            expected[load.schedule] = self._seconds_a_token(load, hits, self.costs[keys[load.schedule]])
+        expected = {at.schedule: self._seconds_a_token(at, text, self.costs[keys[at.schedule]]) for at in loads}
         return expected, max(map(self._change, keys.values()))
 
 

@@ -108,6 +108,26 @@ def test_a_draft_that_saves_little_of_a_long_text_does_not_read_it() -> None:
     assert not policy.read_budget(load, policy.new_text(), 1000, 20, 60)
 
 
+QUOTED = TextStats(Mean(0.9), Mean(4.0), free_rows=Mean(4.0), free_pace=Mean(4.0))
+"""A text that n-grams write as it stands in the prompt."""
+
+
+def test_a_draft_does_not_read_a_text_that_free_drafters_write_faster() -> None:
+    policy = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9)
+    for schedule in ("sequential", "parallel"):
+        load = Load(schedule)  # type: ignore[arg-type]
+        for _ in range(2):
+            policy.observe_reading(load, 100, 0.1)
+        assert policy.read_budget(load, policy.new_text(), 200, 20, 60)
+        assert not policy.read_budget(load, QUOTED, 200, 20, 60)
+
+
+def test_auto_chooses_for_a_text_that_free_drafters_write_faster() -> None:
+    policy = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9)
+    assert auto(policy, 1, None) == "parallel"
+    assert policy.auto([QUOTED], None) == "sequential", "its passes are shorter while no draft works"
+
+
 def test_a_schedule_whose_draft_only_read_counts_as_plain_decoding() -> None:
     policy = Controller(shared_device=True, overlaps=True)
     observe(policy, Load("parallel"), 0.06, 0.10, 0.02)

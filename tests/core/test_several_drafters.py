@@ -16,6 +16,7 @@ from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.drafter_state import Calibration, DrafterState
 from langchain_card.core.messages import Proposal
+from langchain_card.core.policy import TextStats
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats, SamplingParams
 from langchain_card.ports import Budget, Drafter
@@ -161,6 +162,18 @@ def test_a_drafter_is_not_asked_for_what_it_cannot_reach(monkeypatch: pytest.Mon
     every = lambda tree, published, *rest: frontier(tree, range(len(tree)), *rest)  # noqa: E731
     monkeypatch.setattr(query, "frontier", every)  # the planted bug
     assert decode(free())[0] > 1.2 * sane
+
+
+def test_a_text_knows_what_free_drafters_bring_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TextStats] = []
+    new_text = Controller.new_text
+    monkeypatch.setattr(Controller, "new_text", lambda self: seen.append(new_text(self)) or seen[-1])
+    decode([ToyDrafter(SCRIPT, "free", 2, paced=False)], model=False)
+    decode([])
+    for alone in seen[:ROUNDS]:
+        assert alone.free_pace.value == alone.pace.value > 1.2 and alone.free_rows.value > 1.2
+    for drafted in seen[ROUNDS:]:
+        assert drafted.free_pace.value == drafted.free_rows.value == 1.0 and drafted.pace.value > 1.5
 
 
 def test_what_is_stated_is_lowered_to_what_came_true_and_never_raised() -> None:
