@@ -136,9 +136,14 @@ class Controller:
         return seconds_by_model(costs, load.num_seqs, hits, self.limits.max_lead, parallel=parallel)
 
     def _seconds_at_best(self, load: Load, text: TextStats, costs: CostModel) -> float:
-        """Return the expected time per token of all answers, with or without a draft; 0 before steps were measured."""
+        """Return the expected time per token of all answers; 0 before steps were measured.
+
+        Under `sequential` steps of the draft that do not pay are not taken. Under `parallel` it works without a pause.
+        """
         drafted = self.seconds_a_token(load, text, costs)
-        return drafted and min(drafted, self._seconds_undrafted(load, text, costs))
+        if load.schedule == "parallel" or not drafted:
+            return drafted
+        return min(drafted, self._seconds_undrafted(load, text, costs))
 
     def _seconds_undrafted(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the expected time per token of all answers if this one has no draft: free drafters go on."""
@@ -185,7 +190,7 @@ class Controller:
         if not self.shared_device or self.pins.lead is not None:
             return self.limits.max_step_rows
         costs = self.costs_of(load)
-        plain, price = costs.target.at(load.num_seqs), costs.read_cost.value
+        plain, price = self._undrafted(load).target.at(load.num_seqs), costs.read_cost.value
         if not written or not unread or not plain:
             return 0
         if not price:
@@ -205,15 +210,15 @@ class Controller:
 
         Before it is known, one answer alone finds it out, rather than each of a batch.
         """
-        count = load.num_seqs
+        count, undrafted = load.num_seqs, self._undrafted(load)
         if not costs.known or (costs.draft_probe.due and count == 1):
-            return SAVED_PRIOR * costs.target.at(count) / count**2  # what one of them finds out, all know
+            return SAVED_PRIOR * undrafted.target.at(count) / count**2  # what one of them finds out, all know
         if load.schedule == "parallel":
             drafted = self.seconds_a_token(load, text, costs)
         else:
             chain = with_a_chain(costs, count, text.hits.value, self.limits.max_lead)
             drafted = chain * costs.per_expected.value
-        return self._seconds_undrafted(load, text, costs) - drafted
+        return self._seconds_undrafted(load, text, undrafted) - drafted
 
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Weigh a draft step by measured times and hits.
@@ -344,9 +349,20 @@ class Controller:
 
     def costs_of(self, load: Load) -> CostModel:
         """Return the cost model of a load; loads of about the same size share one."""
+        load = self._measured_as(load)
         if (key := load.key) not in self.costs:
             self.costs[key] = self._new_costs(load)
         return self.costs[key]
+
+    def _measured_as(self, load: Load) -> Load:
+        """Return the load whose costs a load has: on a shared device, `parallel` without a draft is `sequential`."""
+        overlaps = load.drafting or not self.shared_device
+        return load if overlaps or load.schedule != "parallel" else load._replace(schedule="sequential")
+
+    def _undrafted(self, load: Load) -> CostModel:
+        """Return the cost model of the same load while no draft works."""
+        load = self._measured_as(load._replace(drafting=False))
+        return self.costs.get(load.key) or self._new_costs(load)
 
     def _new_costs(self, load: Load) -> CostModel:
         """Make the cost model of a new load, with the step times of the load that is most like it."""

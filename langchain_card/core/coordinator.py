@@ -137,7 +137,8 @@ class Coordinator:
         return [*effects, m.Wait(until)]
 
     def _verify(self, states: Sequence[RequestState], now: float) -> m.Verify:
-        loads = [*map(self.scheduler.load, states)]
+        drafting = any(map(self.query.drafts, states))
+        loads = [self.scheduler.load(state)._replace(drafting=drafting) for state in states]
         windows = self.query.open_windows(states, loads, self._next_step_id, now)
         self._next_step_id += len(windows)
         texts = [state.text for state in states]

@@ -26,11 +26,13 @@ class Load(NamedTuple):
         schedule: of all requests.
         num_seqs: requests that run, without those that are paused.
         positions: length of the longest text, its answer included.
+        drafting: under `parallel`, whether a draft works meanwhile.
     """
 
     schedule: Schedule
     num_seqs: int = 1
     positions: int = 0
+    drafting: bool = True
 
     @property
     def key(self) -> LoadKey:

@@ -63,14 +63,14 @@ class Query:
                 for state in group:
                     self._await_draft(state, load, now)
             else:
-                effects += self._grant_in_turns([state for state in group if not self._drafts(state)], load, now)
+                effects += self._grant_in_turns([state for state in group if not self.drafts(state)], load, now)
         return effects
 
     def _await_draft(self, state: RequestState, load: Load, now: float) -> None:
         """Let a round wait for a draft that is at work, if that pays."""
         paced = [name for name in state.drafters if self.drafters[name].paced]
         frontiers = [at for name in paced if (at := self._frontier(state, name, load)) is not None]
-        if not (self._drafts(state) and any(self.policy.draft_pays(load, [state.text], [at])[0] for at in frontiers)):
+        if not (self.drafts(state) and any(self.policy.draft_pays(load, [state.text], [at])[0] for at in frontiers)):
             state.wait(now, None)
         elif state.wait_until is None:
             state.wait(now, now + self.policy.patience(load))
@@ -159,11 +159,11 @@ class Query:
             parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
             kept_rows=state.kept_rows,
             schedule=state.schedule,
-            drafting=state.schedule == "parallel" and self._drafts(state),
+            drafting=state.schedule == "parallel" and self.drafts(state),
             sources=tuple(state.tree.sources[node] for node in candidates),
         )
 
-    def _drafts(self, state: RequestState) -> bool:
+    def drafts(self, state: RequestState) -> bool:
         """Return whether a drafter whose steps cost device time is at work for a request."""
         paced = (drafter for name, drafter in state.drafters.items() if self.drafters[name].paced)
         return any(drafter.granted and not drafter.exhausted for drafter in paced)

@@ -108,6 +108,15 @@ def test_a_draft_that_saves_little_of_a_long_text_does_not_read_it() -> None:
     assert not policy.read_budget(load, policy.new_text(), 1000, 20, 60)
 
 
+def test_passes_beside_which_no_draft_works_say_nothing_about_overlap() -> None:
+    policy = measured((0.11, 0.20, 0.04), (0.055, 0.09, 0.015), hits=9)
+    assert auto(policy, 1, None) == "sequential"
+    for _ in range(100):
+        policy.observe_pass(Load("parallel", drafting=False), [TEXT], 1, 1, 0.055, 0.055)
+    assert policy.costs_of(Load("parallel")).target.at(1) == pytest.approx(0.11, rel=0.05)
+    assert auto(policy, 1, None) == "sequential"
+
+
 QUOTED = TextStats(Mean(0.9), Mean(4.0), free_rows=Mean(4.0), free_pace=Mean(4.0))
 """A text that n-grams write as it stands in the prompt."""
 

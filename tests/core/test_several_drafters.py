@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from langchain_card.config import Limits
+from langchain_card.config import Limits, Schedule
 from langchain_card.core import messages as m
 from langchain_card.core import query
 from langchain_card.core.candidates import CandidateTree, frontier
@@ -16,7 +17,7 @@ from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.drafter_state import Calibration, DrafterState
 from langchain_card.core.messages import Proposal
-from langchain_card.core.policy import TextStats
+from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats, SamplingParams
 from langchain_card.ports import Budget, Drafter
@@ -174,6 +175,23 @@ def test_a_text_knows_what_free_drafters_bring_it(monkeypatch: pytest.MonkeyPatc
         assert alone.free_pace.value == alone.pace.value > 1.2 and alone.free_rows.value > 1.2
     for drafted in seen[ROUNDS:]:
         assert drafted.free_pace.value == drafted.free_rows.value == 1.0 and drafted.pace.value > 1.5
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_a_load_tells_whether_a_draft_works_beside_its_passes(schedule: Schedule) -> None:
+    loads: list[Load] = []
+
+    class Recorded(Controller):
+        def observe_pass(self, load: Load, *measured: Any) -> None:
+            loads.append(load)
+            super().observe_pass(load, *measured)
+
+    drafter = ToyDrafter(SCRIPT, step_time=lambda rows: 0.01)
+    simulation = Simulation(ToyTarget(SCRIPT, lambda rows: 0.1), drafter, Recorded(shared_device=True), Limits())
+    simulation.run([Request(0, (1, 2), SamplingParams(max_tokens=30, schedule=schedule))])
+    beside = [load.drafting for load in loads]
+    assert not beside[0], "the draft waits for the first token"
+    assert all(beside[1:]) if schedule == "parallel" else not any(beside)
 
 
 def test_what_is_stated_is_lowered_to_what_came_true_and_never_raised() -> None:
