@@ -159,6 +159,7 @@ def test_a_draft_that_equals_the_target_is_always_right(
     monkeypatch.setattr(Controller, "draft_pays", likely)
     monkeypatch.setattr(Controller, "windows", lambda self, load, texts, chances: [*map(len, chances)])
     monkeypatch.setattr(Controller, "patience", lambda self, load: 1.0)
+    monkeypatch.setattr(Controller, "read_budget", lambda self, load, text, unread, written, left: unread)
     with Engine(config(pair, draft_model=pair[0])) as engine:
         for seed in range(3):
             done = engine.submit(PROMPT[seed:], SamplingParams(max_tokens=80, schedule=schedule)).result()  # type: ignore[arg-type]
