@@ -12,7 +12,7 @@ The second prints the time of a round of the built-in pair beside that of its st
 round goes from one verdict to the next; those in which a text was read are left out.
 
 The third compares the speed of `sequential` with that on the virtual clock, which runs the same texts with the step
-times that were measured in the same answers. Of other drafters than the model it knows nothing, so they are left out.
+times that were measured in the same answers. It knows no other drafters than the model, so they are left out.
 """
 
 import argparse

@@ -164,7 +164,7 @@ def measure_load(
     """
     first = next(iter(prompts.values()))
     for method in methods:
-        for count in (1, max(requests)):
+        for count in requests:
             _serve(results, method, first[:count], [WARM_UP_TOKENS] * len(first), count, "warm-up")
     for (text, ids), count in itertools.product(prompts.items(), requests):
         queue = [*ids] * -(-ANSWERS * count // len(ids))

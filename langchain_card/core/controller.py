@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.costs import (
+    MAX_SURPRISE,
     ROW_COST,
+    SHORTEST,
     SIZE_DECAY,
     CostModel,
     Mean,
@@ -35,7 +37,8 @@ LEAST_READ = 16
 """Tokens that a draft reads at a time at least: a step has a price of its own, and one token at a time never ends."""
 
 READ_STEPS = 0.5
-"""Longest time that a draft reads at a time, in plain steps: so much later the next token comes."""
+"""Longest time that a draft reads at a time, in plain steps: so much later the next token comes. `LEAST_READ` may take
+longer."""
 
 SAVED_PRIOR = 0.3
 """Share of a token's time that a draft is expected to save before that was measured, and when it is measured again."""
@@ -101,14 +104,15 @@ class Controller:
         self.draft_hits = Mean(prior=0.9, weight=5)
         self.layers = Mean(prior=1.0, weight=1, decay=SIZE_DECAY)
         self.usual_hits = Mean(prior=0.8, weight=5, decay=ALL_DECAY)
-        self.choice = ScheduleChoice(self.costs, self.target_speed, self._seconds_at_best)
+        self.choice = ScheduleChoice(self.costs, self.target_speed, self.seconds_a_token)
         self._listed: defaultdict[str, Calibration] = defaultdict(Calibration)
         self._unlisted: defaultdict[str, Calibration] = defaultdict(lambda: Calibration(UNLISTED_PRIOR))
 
     def new_text(self) -> TextStats:
         """Expect of a new text what texts usually are like, until its own tokens outweigh that."""
         hits = Mean(self.usual_hits.value, HITS_WEIGHT, SIZE_DECAY)
-        return TextStats(hits, *(Mean(1.0, PACE_WEIGHT) for _ in range(3)))
+        rows, pace = (Mean(1.0, PACE_WEIGHT, SIZE_DECAY) for _ in range(2))
+        return TextStats(hits, Mean(1.0, PACE_WEIGHT), rows, pace)
 
     def auto(self, texts: Sequence[TextStats], current: Schedule | None, positions: int = 0) -> Schedule:
         """Choose `parallel` on two devices, `sequential` on one, and by measurement where either may be faster."""
@@ -117,37 +121,36 @@ class Controller:
         return self.choice.choose(texts, current, positions)
 
     def seconds_a_token(self, load: Load, text: TextStats | None = None, costs: CostModel | None = None) -> float:
-        """Return the expected time per token of all answers with a draft; 0 before steps were measured.
+        """Return the expected time per token of all answers; 0 before steps were measured.
 
-        Texts differ more than schedules do, so the speeds of two answers cannot be compared. Speeds are compared with
-        what step times and hits let expect of their own text, over many passes.
+        Under `sequential` steps of the draft that do not pay are not taken. Texts differ more than schedules do, so the
+        speeds of two answers cannot be compared. Speeds are compared with what step times and hits let expect of their
+        own text, over many passes.
 
         Args:
             load: the load that runs.
-            text: which is answered; None for a usual one.
+            text: the answer's; None for the usual one.
             costs: of the load, or of one like it.
         """
-        costs = costs or self.costs.get(load.key) or self._new_costs(load)
-        hits = self.usual_hits.value if text is None else text.hits.value
-        return self._by_model(load, hits, costs) * costs.per_expected.value
-
-    def _by_model(self, load: Load, hits: float, costs: CostModel) -> float:
-        parallel = load.schedule == "parallel"
-        return seconds_by_model(costs, load.num_seqs, hits, self.limits.max_lead, parallel=parallel)
-
-    def _seconds_at_best(self, load: Load, text: TextStats, costs: CostModel) -> float:
-        """Return the expected time per token of all answers; 0 before steps were measured.
-
-        Under `sequential` steps of the draft that do not pay are not taken. Under `parallel` it works without a pause.
-        """
-        drafted = self.seconds_a_token(load, text, costs)
+        text, costs = text or self.new_text(), costs or self.costs.get(load.key) or self._new_costs(load)
+        drafted = self._seconds_drafted(load, text, costs)
         if load.schedule == "parallel" or not drafted:
             return drafted
         return min(drafted, self._seconds_undrafted(load, text, costs))
 
+    def _seconds_drafted(self, load: Load, text: TextStats, costs: CostModel) -> float:
+        """Return the expected time per token of all answers if all have a draft."""
+        return self._by_model(load, text.hits.value, costs) * costs.per_expected.value
+
     def _seconds_undrafted(self, load: Load, text: TextStats, costs: CostModel) -> float:
-        """Return the expected time per token of all answers if this one has no draft: free drafters go on."""
-        return costs.target.at(load.num_seqs - 1 + text.free_rows.value) / text.free_pace.value / load.num_seqs
+        """Return the expected time per token of all answers if this one has only drafters whose steps cost no time."""
+        count = load.num_seqs
+        own_rows = costs.target.at(count - 1 + text.free_rows.value) - costs.target.at(count)
+        return (costs.target.at(count) / count + own_rows) / text.free_pace.value * costs.per_pass.value
+
+    def _by_model(self, load: Load, hits: float, costs: CostModel) -> float:
+        parallel = load.schedule == "parallel"
+        return seconds_by_model(costs, load.num_seqs, hits, self.limits.max_lead, parallel=parallel)
 
     def _price(self, load: Load, text: TextStats, costs: CostModel) -> float:
         """Return the seconds that one more token of a text is worth: as many as all answers take to write one.
@@ -190,35 +193,50 @@ class Controller:
         if not self.shared_device or self.pins.lead is not None:
             return self.limits.max_step_rows
         costs = self.costs_of(load)
-        plain, price = self._undrafted(load).target.at(load.num_seqs), costs.read_cost.value
+        plain, price = self._undrafted(load).target.at(load.num_seqs), costs.read_cost
         if not written or not unread or not plain:
             return 0
         if not price:
             return FIRST_READ
         expected = min(left, max(self.answers.value - written, written))
-        caution = 1.0 if load.num_seqs == 1 else CAUTION
-        pays = expected * self._saved(load, text, costs) > unread * price * caution
-        return max(LEAST_READ, int(READ_STEPS * plain / (price * load.num_seqs))) if pays else 0
+        most = expected / (unread * price * (1.0 if load.num_seqs == 1 else CAUTION))
+        if not self._reading_pays(load, text, costs, most):
+            return 0
+        budget = max(LEAST_READ, int(READ_STEPS * plain / (price * load.num_seqs)))
+        text.tried &= budget < unread
+        return budget
+
+    def _reading_pays(self, load: Load, text: TextStats, costs: CostModel, most: float) -> bool:
+        """Return whether a text is read that pays where each token takes 1 / `most` seconds less with a draft.
+
+        Where it does not seem to pay, one text is read now and then to find out.
+        """
+        prior = SAVED_PRIOR * self._undrafted(load).target.at(load.num_seqs) / load.num_seqs
+        if not costs.known:
+            return prior / load.num_seqs * most > 1  # each text of a batch expects a share, so that one pays for it
+        if self._saved(load, text, costs) * most > 1:
+            costs.read_probe.paid()
+            return True
+        if costs.read_probe.due and prior * most > 1:
+            costs.read_probe.count(seen=True)
+            text.tried = True
+        return text.tried
 
     def max_readers(self, load: Load) -> int:
-        """Let one request of a batch find out what reading costs; then as many as it pays for."""
-        known = not self.shared_device or self.pins.lead is not None or self.costs_of(load).read_cost.value
-        return load.num_seqs if known else 1
+        """Let one request of a batch find out what reading costs; then as many as the next token can wait for."""
+        if not self.shared_device or self.pins.lead is not None:
+            return load.num_seqs
+        plain, price = self._undrafted(load).target.at(load.num_seqs), self.costs_of(load).read_cost
+        return min(load.num_seqs, max(1, int(READ_STEPS * plain / (price * LEAST_READ)))) if price else 1
 
     def _saved(self, load: Load, text: TextStats, costs: CostModel) -> float:
-        """Return the seconds that each token of a text takes less if the draft works for it, as far as is known.
-
-        Before it is known, one answer alone finds it out, rather than each of a batch.
-        """
-        count, undrafted = load.num_seqs, self._undrafted(load)
-        if not costs.known or (costs.draft_probe.due and count == 1):
-            return SAVED_PRIOR * undrafted.target.at(count) / count**2  # what one of them finds out, all know
+        """Return the seconds that each token of a text takes less if the draft works for it."""
         if load.schedule == "parallel":
-            drafted = self.seconds_a_token(load, text, costs)
+            drafted = self._seconds_drafted(load, text, costs)
         else:
-            chain = with_a_chain(costs, count, text.hits.value, self.limits.max_lead)
+            chain = with_a_chain(costs, load.num_seqs, text.hits.value, self.limits.max_lead)
             drafted = chain * costs.per_expected.value
-        return self._seconds_undrafted(load, text, undrafted) - drafted
+        return self._seconds_undrafted(load, text, self._undrafted(load)) - drafted
 
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Weigh a draft step by measured times and hits.
@@ -301,28 +319,34 @@ class Controller:
         since_last: float | None,
     ) -> None:
         """Learn the time of a pass, and the time per token."""
-        costs = self.costs_of(load)
-        self.choice.observe_round(load)
+        costs, drafted = self.costs_of(load), [text.drafted for text in texts]
+        self.choice.observe_round(self._measured_as(load))
         costs.target.observe(rows, elapsed)
         costs.pace.add(tokens / len(texts))
-        drafted = not costs.draft_probe.passes
-        costs.draft_probe.missed()
-        probes = costs.window_probe, costs.plain_probe
-        used, other = probes if rows > len(texts) else probes[::-1]
-        used.seen()
-        other.missed()
-        if since_last is not None:
-            costs.per_token.add(since_last / tokens, tokens)
-            hits = statistics.fmean(text.hits.value for text in texts)
-            if drafted and costs.known and (expected := self._by_model(load, hits, costs)):
-                costs.observe_expected(since_last / tokens / expected, tokens)
+        probes = self.costs_of(load._replace(drafting=True))
+        probes.draft_probe.count(seen=any(drafted))
+        probes.read_probe.count(seen=False)
+        costs.window_probe.count(seen=rows > len(texts))
+        costs.plain_probe.count(seen=rows == len(texts))
+        for text in texts:
+            text.drafted = False
+        if since_last is None:
+            return
+        costs.per_token.add(since_last / tokens, tokens)
+        hits = statistics.fmean(text.hits.value for text in texts)
+        if not any(drafted):
+            costs.per_pass.add(min(max(since_last / max(elapsed, SHORTEST), 1.0), MAX_SURPRISE))
+        elif all(drafted) and costs.known and (expected := self._by_model(load, hits, costs)):
+            costs.observe_expected(since_last / tokens / expected, tokens)
 
-    def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
+    def observe_draft_step(
+        self, load: Load, text: TextStats, nodes: int, together: int, elapsed: float, layers: int
+    ) -> None:
         """Learn the time of a draft step, its depth, and how requests share it."""
         costs = self.costs_of(load)
         costs.draft.observe(together, elapsed * together / nodes, nodes / together)
         costs.sharing.add(together / nodes, nodes)
-        costs.draft_probe.seen()
+        text.drafted = True
         self.layers.add(layers)
 
     def observe_reading(self, load: Load, tokens: int, elapsed: float) -> None:

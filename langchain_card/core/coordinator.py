@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
 
 from langchain_card.config import Limits
 from langchain_card.core import messages as m
@@ -171,7 +170,7 @@ class Coordinator:
         state.stats.rescued += sum(verdict.target_ids[row] != token for row, token in zip(rows, tokens))  # noqa: B905
         logprobs = tuple(verdict.logprobs[row] for row in state.kept_rows) if verdict.logprobs else ()
         by = (*accepted, "")[: len(tokens)]
-        self._observe_text(state.text, window, by)
+        self._observe_text(state.text, window, len(tokens))
         effects: list[m.Effect] = [m.Emit(state.request.request_id, tuple(tokens), by, logprobs, hit)]
         if reason is not None:
             reason = FinishReason.LENGTH if state.stats.closed else reason
@@ -184,13 +183,12 @@ class Coordinator:
             effects += self.lifecycle.correct(state, name, hit=hit)
         return effects
 
-    def _observe_text(self, text: TextStats, window: m.Window, sources: Sequence[str]) -> None:
-        """Learn from a pass whose tokens `sources` had proposed, "" where no drafter had."""
-        dear = {name for name, drafter in self.drafters.items() if drafter.paced}
-        free = takewhile(lambda source: source and source not in dear, sources)
-        text.pace.add(len(sources))
-        text.free_pace.add(min(len(sources), 1 + len([*free])))
-        text.free_rows.add(1 + sum(source not in dear for source in window.sources))
+    def _observe_text(self, text: TextStats, window: m.Window, tokens: int) -> None:
+        """Learn how many tokens a pass brought, and how many where its candidates cost no device time."""
+        text.pace.add(tokens)
+        if not any(self.drafters[source].paced for source in window.sources if source in self.drafters):
+            text.free_pace.add(tokens)
+            text.free_rows.add(len(window.token_ids))
 
     def _advance(self, state: RequestState, token: int) -> str:
         """Commit one token; return the drafter that had proposed it, or ""."""

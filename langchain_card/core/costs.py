@@ -264,7 +264,8 @@ def _size(rows: int) -> int:
 class Probe:
     """The schedule by which a choice that does not seem to pay is tried again: costs may have been disturbed.
 
-    It is tried after 32 passes without it, then after 64, 128, ..., so that a choice that never pays costs little.
+    It is tried after `first` passes without it, then after twice as many, four times, ..., so that a choice that never
+    pays costs little. For a schedule, answers take the place of passes.
 
     Args:
         first: passes before the first trial.
@@ -281,14 +282,15 @@ class Probe:
         """True when it is to be tried."""
         return self.passes >= self._after
 
-    def missed(self) -> None:
-        """Note a pass without it."""
-        self.passes += 1
+    def count(self, *, seen: bool) -> None:
+        """Count a pass with it, as a trial or because it pays, or one without it."""
+        if seen:
+            self._after = 2 * self._after if self.due else self._first
+        self.passes = 0 if seen else self.passes + 1
 
-    def seen(self) -> None:
-        """Note a pass with it, as a trial or because it pays."""
-        self._after = 2 * self._after if self.due else self._first
-        self.passes = 0
+    def paid(self) -> None:
+        """Note that it pays: after it has stopped to pay, it is tried soon."""
+        self.passes, self._after = 0, self._first
 
 
 class CostModel:
@@ -304,12 +306,13 @@ class CostModel:
         draft: times of a draft step, by nodes expanded.
         sharing: number of requests that share a draft step: nodes of all over nodes of one.
         target: times of a target pass, by rows verified.
-        read_cost: time in which a draft reads a token of a text.
         has_read: whether a draft has read before.
         per_token: time per token of all answers together.
         pace: tokens of an answer a pass.
-        per_expected: measured time per token as a multiple of the expected one, over many texts.
-        draft_probe, window_probe: when to try drafting, and verifying candidates, although it does not seem to pay.
+        per_expected: measured time per token as a multiple of the expected one, over many texts that are drafted for.
+        per_pass: time from pass to pass without a draft, as a multiple of the pass's own.
+        draft_probe, read_probe, window_probe: when to try drafting, reading for it, and verifying candidates, although
+            it does not seem to pay.
         plain_probe: when to verify no candidates, although they seem to pay: what a pass takes without them may be old.
     """
 
@@ -320,15 +323,20 @@ class CostModel:
         self.draft: StepTimes = StepTimes(draft_pace) if alike is None else alike.draft.copy(draft_pace)
         self.sharing = Mean(prior=float(num_seqs))
         self.num_seqs: int = num_seqs
-        self.read_cost: Mean = Mean() if alike is None else alike.read_cost.copy()
+        self._reading: Mean = Mean() if alike is None else alike._reading.copy()  # at the draft's first speed
         self.has_read: bool = alike is not None and alike.has_read
         self.per_token: Mean = Mean(prior=self.target.at(num_seqs) / num_seqs)
         self.pace: Mean = Mean(prior=1.0)
-        self.per_expected: Mean = Mean(1.0, EXPECTED_WEIGHT, TEXT_DECAY)
+        self.per_expected, self.per_pass = (Mean(1.0, EXPECTED_WEIGHT, TEXT_DECAY) for _ in range(2))
         if alike is not None and alike.num_seqs.bit_length() == num_seqs.bit_length():
             self.per_token, self.per_expected = alike.per_token.copy(), alike.per_expected.copy()
-        self.draft_probe = Probe(FIRST_PROBE * num_seqs)  # a draft has as many texts to read
+        self.draft_probe, self.read_probe = (Probe(FIRST_PROBE * num_seqs) for _ in range(2))  # of as many texts
         self.window_probe, self.plain_probe = Probe(), Probe(4 * FIRST_PROBE)  # a plain pass brings the fewest tokens
+
+    @property
+    def read_cost(self) -> float:
+        """Seconds in which a draft reads a token of a text; 0 before that was measured."""
+        return self._reading.value * self.draft.pace.value
 
     @property
     def known(self) -> bool:
@@ -338,7 +346,7 @@ class CostModel:
     @property
     def comparable(self) -> bool:
         """True when a time per token follows: from the steps, or from the passes of a target whose draft only read."""
-        return bool(self.target.at(1) and (self.draft.at(1) or self.read_cost.value))
+        return bool(self.target.at(1) and (self.draft.at(1) or self.read_cost))
 
     def draft_share(self, nodes: int) -> float:
         """Return one request's share, in seconds, of a draft step that expands `nodes` nodes for it."""
@@ -352,8 +360,8 @@ class CostModel:
     def observe_reading(self, per_token: float) -> None:
         """Learn the time in which a draft reads a token. The first time is left out: the draft may have been cold."""
         if self.has_read:
-            usual = self.read_cost.value or per_token
-            self.read_cost.add(min(per_token, usual * MAX_SURPRISE))
+            at_first = per_token / self.draft.pace.value
+            self._reading.add(min(at_first, (self._reading.value or at_first) * MAX_SURPRISE))
         self.has_read = True
 
     def takers(self, worth: Sequence[float], nodes: Sequence[int]) -> set[int]:

@@ -6,7 +6,7 @@ Times are in seconds, chances between 0 and 1, scores are log chances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 from langchain_card.config import Schedule
@@ -26,7 +26,7 @@ class Load(NamedTuple):
         schedule: of all requests.
         num_seqs: requests that run, without those that are paused.
         positions: length of the longest text, its answer included.
-        drafting: under `parallel`, whether a draft works meanwhile.
+        drafting: False for a pass beside which no draft works.
     """
 
     schedule: Schedule
@@ -52,18 +52,22 @@ class TextStats:
     Attributes:
         hits: share of its tokens that were the draft's first guess.
         pace: tokens a pass.
-        free_rows: rows a pass, without candidates of drafters whose steps cost device time.
-        free_pace: tokens a pass, up to the first candidate of such a drafter.
+        free_rows, free_pace: rows and tokens a pass where all candidates came from drafters whose steps cost no time.
+        drafted: whether a step that costs device time was taken for it since its last pass.
+        tried: whether a draft reads it to find out what drafting brings.
     """
 
     hits: Mean
     pace: Mean
     free_rows: Mean = field(default_factory=lambda: Mean(1.0))
     free_pace: Mean = field(default_factory=lambda: Mean(1.0))
+    drafted: bool = False
+    tried: bool = False
 
     def copy(self) -> TextStats:
         """Return an independent copy."""
-        return TextStats(self.hits.copy(), self.pace.copy(), self.free_rows.copy(), self.free_pace.copy())
+        means = {name: getattr(self, name).copy() for name in ("hits", "pace", "free_rows", "free_pace")}
+        return replace(self, **means)
 
 
 class DraftGrant(NamedTuple):
@@ -154,8 +158,10 @@ class Policy(Protocol):
             since_last: from the end of the pass before to the end of this one; None when other work came between.
         """
 
-    def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
-        """Learn from a draft step that expanded `nodes` nodes of one request, `layers` of them below each other.
+    def observe_draft_step(
+        self, load: Load, text: TextStats, nodes: int, together: int, elapsed: float, layers: int
+    ) -> None:
+        """Learn from a draft step that expanded `nodes` nodes for one text, `layers` of them below each other.
 
         `elapsed` is the request's share of a step that expanded `together` nodes of all requests.
         """

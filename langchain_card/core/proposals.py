@@ -62,7 +62,7 @@ class Intake:
             since = max(0.0, now - state.stats.first_token) if state.output_ids else 0.0
             state.stats.add_draft_step(proposal.forwarded, min(proposal.elapsed, since))
             self.policy.observe_draft_step(
-                load, proposal.forwarded, proposal.together, proposal.elapsed, proposal.layers
+                load, state.text, proposal.forwarded, proposal.together, proposal.elapsed, proposal.layers
             )
         if admitted:
             state.pending.append(proposal)

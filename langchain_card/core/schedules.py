@@ -24,6 +24,9 @@ CHANGE, CHANGE_ROUNDS = 1.5, 200
 more than once in so many rounds."""
 
 
+TRIAL_WEIGHT = 100.0
+"""Tokens that what was measured before a trial is worth at most, against those of the trial."""
+
 MAX_HITS = 0.99
 """A draft's first guess is expected to be right at most so often."""
 
@@ -92,10 +95,12 @@ class ScheduleChoice:
         other = next(schedule for schedule in self.trials if schedule != best)
         tried = other if due or self.trials[other].due else best
         for schedule, probe in self.trials.items():
-            probe.seen() if schedule in (best, tried) else probe.missed()
+            probe.count(seen=schedule in (best, tried))
         self._rounds += 1
         if tried != best:
             self._before_trial, self._since_trial = best, 0
+            for measured in (costs.per_expected for key, costs in self.costs.items() if key[0] == tried):
+                measured.weight = min(measured.weight, TRIAL_WEIGHT)
         return tried
 
     def _expected(self, text: TextStats, positions: int) -> tuple[dict[Schedule, float], float]:

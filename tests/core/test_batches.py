@@ -51,8 +51,8 @@ def test_a_draft_reads_in_a_batch_for_what_its_own_answer_saves() -> None:
     for unread, reads in ((20, True), (400, False)):
         policy, texts = in_batch(4, [1.0] * 4)
         load = Load("sequential", 4)
-        policy.observe_draft_step(load, 1, 1, 0.01, 1)
-        policy.observe_draft_step(load, 1, 4, 0.003, 1)
+        policy.observe_draft_step(load, TEXT.copy(), 1, 1, 0.01, 1)
+        policy.observe_draft_step(load, TEXT.copy(), 1, 4, 0.003, 1)
         for _ in range(2):
             policy.observe_reading(load, 100, 0.2)
         assert bool(policy.read_budget(load, texts[0], unread, 20, 100)) is reads
@@ -72,7 +72,7 @@ def test_requests_decide_together_on_a_draft_step_that_they_share() -> None:
     """A step of two takes 12 ms, one of one 10, and saves each 8: together it pays, and alone it does not."""
     policy, load = Controller(shared_device=True), Load("sequential", 2)
     for together, elapsed in ((1, 0.010), (2, 0.012)):
-        policy.observe_draft_step(load, together, together, elapsed, 1)
+        policy.observe_draft_step(load, TEXT.copy(), together, together, elapsed, 1)
     for rows, elapsed in {2: 0.050, 4: 0.050, 8: 0.050}.items():
         policy.observe_pass(load, [TEXT, TEXT], rows, 2, elapsed, 0.050)
     policy.draft_hits = Mean(1.0)

@@ -8,7 +8,7 @@ import pytest
 
 from langchain_card.config import EngineConfig, Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
-from langchain_card.core.controller import MIN_CHANCE, Controller
+from langchain_card.core.controller import LEAST_READ, MIN_CHANCE, READ_STEPS, Controller
 from langchain_card.core.costs import Mean, StepTimes
 from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.request import Request, SamplingParams
@@ -29,7 +29,7 @@ def learnt(schedule: str, draft: Mapping[int, float], target: Mapping[int, float
     """A controller that has seen these step times and one token in `per_token` seconds."""
     policy, load = Controller(shared_device=schedule == "sequential"), Load(schedule)  # type: ignore[arg-type]
     for nodes, elapsed in [*draft.items()] * 2:
-        policy.observe_draft_step(load, nodes, nodes, elapsed, 1)
+        policy.observe_draft_step(load, TEXT.copy(), nodes, nodes, elapsed, 1)
     for rows, elapsed in target.items():
         policy.observe_pass(load, [TEXT], rows, 1, elapsed, per_token)
     return policy
@@ -64,10 +64,10 @@ def test_leave_is_for_layers_whatever_a_step_brings() -> None:
     """A draft above another drafter gets as many steps as bring the largest lead."""
     policy, load = learnt("parallel", {1: 0.01}, {1: 0.1}, 0.05), Load("parallel")
     for _ in range(100):
-        policy.observe_draft_step(load, 5, 5, 0.01, 4)
+        policy.observe_draft_step(load, TEXT.copy(), 5, 5, 0.01, 4)
     assert len(policy.grant(load, hit=True).widths) in (4, 5), "16 layers, by steps of 4"
     for _ in range(100):
-        policy.observe_draft_step(load, 50, 50, 0.01, 50)
+        policy.observe_draft_step(load, TEXT.copy(), 50, 50, 0.01, 50)
     assert len(policy.grant(load, hit=True).widths) == 1
 
 
@@ -75,7 +75,7 @@ def test_requests_that_share_draft_steps_make_them_cheap() -> None:
     """Rows cost nothing in steps of 4 to 16 nodes, though one request's share of them differs."""
     load, policy = Load("parallel", 8), Controller(shared_device=False)
     for nodes, together in ((1, 4), (1, 8), (2, 8), (2, 16), (4, 16)):
-        policy.observe_draft_step(load, nodes, together, 0.01 * nodes / together, 1)
+        policy.observe_draft_step(load, TEXT.copy(), nodes, together, 0.01 * nodes / together, 1)
     assert policy.grant(load, hit=True).min_chance == MIN_CHANCE
     assert policy.costs_of(load).draft_share(1) == pytest.approx(0.01 / policy.costs_of(load).sharing.value)
 
@@ -97,7 +97,7 @@ def test_fewer_rows_than_were_measured_are_tried() -> None:
     """Where rows are dear and eight requests have run, the last request does not fill its passes to eight rows."""
     policy = Controller(shared_device=True)
     for _ in range(20):
-        policy.observe_draft_step(Load("sequential", 8), 1, 8, 0.007, 1)
+        policy.observe_draft_step(Load("sequential", 8), TEXT.copy(), 1, 8, 0.007, 1)
         policy.observe_pass(Load("sequential", 8), [TEXT] * 8, 16, 9, 0.36, 0.36)
         policy.observe_pass(Load("sequential", 8), [TEXT] * 8, 8, 8, 0.18, 0.18)
     for num_seqs in range(7, 1, -1):
@@ -111,7 +111,7 @@ def test_what_a_pass_takes_without_candidates_is_measured_first() -> None:
     """Where it decides: two candidates seem free if another load's time was too long; many sure ones pay anyway."""
     policy, texts, candidates = Controller(shared_device=True), [TEXT] * 8, [[0.5], [0.5], *[[]] * 6]
     for _ in range(3):
-        policy.observe_draft_step(Load("sequential", 16), 1, 1, 0.05, 1)
+        policy.observe_draft_step(Load("sequential", 16), TEXT.copy(), 1, 1, 0.05, 1)
         for rows, elapsed in ((8, 0.21), (10, 0.21), (16, 0.30)):
             policy.observe_pass(Load("sequential", 16), [TEXT] * rows, rows, rows, elapsed, elapsed)
     load, widths = Load("sequential", 8), list[int]()
@@ -170,21 +170,21 @@ def test_one_slow_step_does_not_end_speculation(schedule: Schedule, cold: tuple[
 
 
 def test_what_never_pays_is_tried_less_and_less() -> None:
-    load, policy = Load("sequential"), Controller(shared_device=True)
+    load, policy, text = Load("sequential"), Controller(shared_device=True), TEXT.copy()
     for _ in range(2):
-        policy.observe_draft_step(load, 1, 1, 1.0, 1)
-    policy.observe_pass(load, [TEXT], 2, 1, 5.0, 0.1)
-    policy.observe_pass(load, [TEXT], 1, 1, 0.1, 0.1)
+        policy.observe_draft_step(load, text, 1, 1, 1.0, 1)
+    policy.observe_pass(load, [text], 2, 1, 5.0, 0.1)
+    policy.observe_pass(load, [text], 1, 1, 0.1, 0.1)
     drafted, verified = [], []
     for number in range(1, 300):
         candidates = [0.9] if pays(policy, load, [0.9], 0) else []
         if candidates:
             drafted.append(number)
-            policy.observe_draft_step(load, 1, 1, 1.0, 1)
-        (width,) = policy.windows(load, [TEXT], [candidates])
+            policy.observe_draft_step(load, text, 1, 1, 1.0, 1)
+        (width,) = policy.windows(load, [text], [candidates])
         verified += [number] * width
-        policy.observe_pass(load, [TEXT], 1 + width, 1, 5.0 if width else 0.1, 5.0 if width else 0.1)
-    assert drafted == [31, 31 + 64, 31 + 64 + 128]
+        policy.observe_pass(load, [text], 1 + width, 1, 5.0 if width else 0.1, 5.0 if width else 0.1)
+    assert drafted == [32, 32 + 65, 32 + 65 + 129]
     assert set(verified) <= set(drafted)
 
 
@@ -238,6 +238,57 @@ def test_reading_never_comes_to_a_halt() -> None:
         controller.observe_reading(load, read, 0.14 + 0.001 * read)
         unread, steps = unread - read, steps + 1
     assert not unread and steps < 10
+
+
+def test_a_text_is_read_to_find_out_less_and_less_often() -> None:
+    """Steps pay here, and the reading before them does not: each trial once made the next one due."""
+    policy, load, text = Controller(shared_device=True), Load("sequential"), TEXT.copy()
+    tried = list[int]()
+    for number in range(500):
+        unread = 100 if not policy.costs_of(load).known or policy.costs_of(load).read_probe.due else 0
+        while unread and (budget := policy.read_budget(load, text, unread, 20, 100)):
+            if not tried or tried[-1] != number:
+                tried.append(number)
+            read = min(budget, unread)
+            policy.observe_reading(load, read, 0.018 * read)
+            unread -= read
+            if not unread:
+                for _ in range(2):
+                    policy.observe_draft_step(load, text, 1, 1, 0.05, 1)
+        assert not unread or number < 2 or not tried, "a text that is begun is read to its end"
+        policy.observe_pass(load, [text], 1, 1, 0.067, 0.067)
+    assert tried[1:] and all(b - a > 1.8 * (a - before) for before, a, b in zip(tried[1:], tried[2:], tried[3:]))  # noqa: B905
+
+
+def test_the_price_of_reading_follows_the_speed_of_the_machine() -> None:
+    """A price from a busy time was kept: it seemed too high, so nothing was read, and it stayed."""
+    policy, load = Controller(shared_device=True), Load("sequential")
+    for _ in range(20):
+        policy.observe_pass(load, [TEXT.copy()], 1, 1, 0.15, None)
+    for _ in range(3):
+        policy.observe_reading(load, 100, 0.3)
+    for _ in range(30):
+        policy.observe_pass(load, [TEXT.copy()], 1, 1, 0.05, None)
+    assert policy.costs_of(load).read_cost == pytest.approx(0.001, rel=0.1)
+
+
+def test_a_batch_waits_no_longer_for_reading_than_its_next_token_may() -> None:
+    policy, load = Controller(shared_device=True), Load("sequential", 16)
+    policy.observe_pass(load, [TEXT.copy()] * 16, 16, 16, 0.4, None)
+    for _ in range(2):
+        policy.observe_reading(load, 100, 0.6)
+    readers = policy.max_readers(load)
+    assert readers == 2 and readers * LEAST_READ * 0.006 <= READ_STEPS * 0.4
+
+
+def test_a_texts_own_rows_are_charged_to_it_in_full() -> None:
+    policy, load = Controller(shared_device=True), Load("sequential", 8)
+    for rows, elapsed in ((8, 0.100), (11, 0.106)):
+        for _ in range(20):
+            policy.observe_pass(load, [TEXT.copy() for _ in range(8)], rows, 8, elapsed, None)
+    text = TextStats(Mean(0.8), Mean(2.0), free_rows=Mean(4.0), free_pace=Mean(2.0))
+    undrafted = policy._seconds_undrafted(load, text, policy.costs_of(load))
+    assert undrafted == pytest.approx((0.100 / 8 + 0.006) / 2, rel=0.03)
 
 
 def test_step_times_of_few_rows_are_kept_apart() -> None:
@@ -311,7 +362,7 @@ def test_draft_steps_of_a_load_follow_the_speed_of_the_machine() -> None:
     policy, load = Controller(shared_device=True), Load("sequential", 4)
     for slow in (1.0, 2.0):
         for _ in range(40):
-            policy.observe_draft_step(load, 1, 1, slow * 0.016, 1)
+            policy.observe_draft_step(load, TEXT.copy(), 1, 1, slow * 0.016, 1)
             policy.observe_pass(load, [TEXT] * 4, 4, 4, slow * 0.055, None)
     for _ in range(20):
         policy.observe_pass(load, [TEXT] * 4, 4, 4, 0.055, None)

@@ -19,9 +19,9 @@ TEXT = TextStats(Mean(0.8, 5.0), Mean(1.0, 4.0))
 def observe(policy: Controller, load: Load, one: float, eight: float, step: float) -> None:
     """Show a policy passes of one row and of eight, and draft steps, of these seconds."""
     for _ in range(40):
-        policy.observe_pass(load, [TEXT], 1, 1, one, None)
-        policy.observe_pass(load, [TEXT], 8, 4, eight, None)
-        policy.observe_draft_step(load, 1, 1, step, 1)
+        policy.observe_pass(load, [TEXT.copy()], 1, 1, one, None)
+        policy.observe_pass(load, [TEXT.copy()], 8, 4, eight, None)
+        policy.observe_draft_step(load, TEXT.copy(), 1, 1, step, 1)
 
 
 def measured(parallel: tuple[float, float, float], sequential: tuple[float, float, float], hits: int) -> Controller:
@@ -60,21 +60,23 @@ def test_auto_follows_what_was_measured_where_steps_let_expect_something_else() 
     policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("parallel")
     assert auto(policy, 1, None) == "parallel"
     expected = policy.seconds_a_token(load)
+    text = policy.new_text()
     for _ in range(100):  # misses waste more than the model says
-        policy.observe_draft_step(load, 1, 1, 0.02, 1)
-        policy.observe_pass(load, [policy.new_text()], 8, 4, 0.10, 4 * 1.6 * expected)
+        policy.observe_draft_step(load, text, 1, 1, 0.02, 1)
+        policy.observe_pass(load, [text], 8, 4, 0.10, 4 * 1.6 * expected)
     assert policy.seconds_a_token(load) == pytest.approx(1.6 * expected, rel=0.1)
     assert auto(policy, 1, None) == "sequential"
     for _ in range(200):  # a harder text, or a busy machine
-        policy.observe_draft_step(Load("sequential"), 1, 1, 0.015, 1)
-        policy.observe_pass(Load("sequential"), [policy.new_text()], 8, 2, 0.09, 2 * 4 * expected)
+        policy.observe_draft_step(Load("sequential"), text, 1, 1, 0.015, 1)
+        policy.observe_pass(Load("sequential"), [text], 8, 2, 0.09, 2 * 4 * expected)
     assert auto(policy, 1, None) == "parallel"
 
 
 def test_one_pass_that_was_held_up_changes_little() -> None:
     policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential")
-    usual = policy.seconds_a_token(load)
-    policy.observe_pass(load, [policy.new_text()], 8, 4, 0.09, 30.0)
+    usual, text = policy.seconds_a_token(load), policy.new_text()
+    text.drafted = True
+    policy.observe_pass(load, [text], 8, 4, 0.09, 30.0)
     assert policy.seconds_a_token(load) < 1.6 * usual
 
 
@@ -82,11 +84,44 @@ def test_one_pass_that_was_held_up_changes_little() -> None:
 def test_passes_without_a_draft_say_nothing_about_drafting(rows: int) -> None:
     """Also those that verify what n-grams proposed."""
     policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("sequential")
-    policy.observe_pass(load, [policy.new_text()], 1, 1, 0.055, None)
     usual = policy.costs_of(load).per_expected.value
     for _ in range(50):
         policy.observe_pass(load, [policy.new_text()], rows, 1, 0.055, 0.055)
     assert policy.costs_of(load).per_expected.value == usual
+
+
+def test_passes_of_which_some_texts_are_drafted_for_say_nothing_about_drafting() -> None:
+    """Four answers of which one drafts take longer than four that do: the others once took that for their own price."""
+    policy, load = Controller(shared_device=True), Load("sequential", 4)
+    texts = [policy.new_text() for _ in range(4)]
+    for _ in range(50):
+        policy.observe_draft_step(load, texts[0], 1, 1, 0.01, 1)
+        policy.observe_pass(load, texts, 8, 6, 0.12, 0.3)
+    assert policy.costs_of(load).per_expected.value == 1.0
+    for _ in range(50):
+        for text in texts:
+            policy.observe_draft_step(load, text, 1, 4, 0.003, 1)
+        policy.observe_pass(load, texts, 8, 6, 0.12, 0.3)
+    assert policy.costs_of(load).per_expected.value > 1.2
+
+
+def test_a_trial_outweighs_what_a_busy_machine_has_left() -> None:
+    policy, load = measured((0.06, 0.10, 0.02), (0.055, 0.09, 0.015), hits=9), Load("parallel")
+    usual, text = policy.seconds_a_token(load), policy.new_text()
+
+    def run(passes: int, slow: float) -> None:
+        for _ in range(passes):
+            policy.observe_draft_step(load, text, 1, 1, 0.02, 1)
+            policy.observe_pass(load, [text], 8, 4, 0.10, 4 * slow * usual)
+
+    run(500, 1.0)
+    run(300, 1.6)
+    begun = policy.costs_of(load).per_expected.value
+    for _ in range(4):
+        policy.choice._rounds = TRIAL_AFTER
+        policy.choice._try("sequential", due=True)
+        run(TRIAL_ROUNDS, 1.0)
+    assert policy.costs_of(load).per_expected.value - 1.0 < 0.4 * (begun - 1.0)
 
 
 def test_long_texts_have_step_times_of_their_own() -> None:
@@ -115,6 +150,19 @@ def test_passes_beside_which_no_draft_works_say_nothing_about_overlap() -> None:
         policy.observe_pass(Load("parallel", drafting=False), [TEXT], 1, 1, 0.055, 0.055)
     assert policy.costs_of(Load("parallel")).target.at(1) == pytest.approx(0.11, rel=0.05)
     assert auto(policy, 1, None) == "sequential"
+
+
+def test_a_draft_that_does_not_pay_beside_the_target_reads_a_text_now_and_then_to_find_out() -> None:
+    policy, load = measured((0.11, 0.20, 0.2), (0.055, 0.09, 0.015), hits=5), Load("parallel")
+    for _ in range(2):
+        policy.observe_reading(load, 100, 0.1)
+    policy.costs_of(load).read_probe.paid()
+    tried = list[int]()
+    for number in range(120):
+        if policy.read_budget(load, policy.new_text(), 60, 20, 100):
+            tried.append(number)
+        policy.observe_pass(load._replace(drafting=False), [TEXT.copy()], 1, 1, 0.055, 0.055)
+    assert tried == [32, 96]
 
 
 QUOTED = TextStats(Mean(0.9), Mean(4.0), free_rows=Mean(4.0), free_pace=Mean(4.0))
@@ -177,7 +225,7 @@ def answer(policy: Controller, rounds: int = 20) -> list[Schedule]:
         ran.append(schedule)
         load, slow = Load(schedule), 2 if schedule == "parallel" else 1
         policy.observe_pass(load, [TEXT], 8, 4, 0.09 * slow, None)
-        policy.observe_draft_step(load, 1, 1, 0.015 * slow, 1)
+        policy.observe_draft_step(load, TEXT.copy(), 1, 1, 0.015 * slow, 1)
     return ran
 
 
@@ -226,7 +274,7 @@ def test_a_schedule_that_did_not_run_is_expected_to_slow_down_with_the_machine()
     for schedule, slow in (("parallel", 1.0), ("sequential", 1.0), ("sequential", 1.45)):
         for _ in range(40):
             policy.observe_pass(Load(schedule), [TEXT], 8, 4, slow * PASS[schedule], None)
-            policy.observe_draft_step(Load(schedule), 1, 1, slow * STEP[schedule], 1)
+            policy.observe_draft_step(Load(schedule), TEXT.copy(), 1, 1, slow * STEP[schedule], 1)
     sequential, parallel = (policy.seconds_a_token(Load(schedule)) for schedule in ("sequential", "parallel"))
     assert sequential < parallel
     assert auto(policy, 1, "sequential") == auto(policy, 1, None) == "sequential"
@@ -238,7 +286,7 @@ def run(policy: Controller, rounds: int, slow: Callable[[int, Schedule], float])
     for i in range(rounds):
         schedule = auto(policy, 1, schedule)
         ran.append(schedule)
-        policy.observe_draft_step(Load(schedule), 1, 1, slow(i, schedule) * STEP[schedule], 1)
+        policy.observe_draft_step(Load(schedule), TEXT.copy(), 1, 1, slow(i, schedule) * STEP[schedule], 1)
         policy.observe_pass(Load(schedule), [TEXT], 8, 4, slow(i, schedule) * PASS[schedule], None)
     return ran
 

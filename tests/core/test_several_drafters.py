@@ -172,7 +172,7 @@ def test_a_text_knows_what_free_drafters_bring_it(monkeypatch: pytest.MonkeyPatc
     decode([ToyDrafter(SCRIPT, "free", 2, paced=False)], model=False)
     decode([])
     for alone in seen[:ROUNDS]:
-        assert alone.free_pace.value == alone.pace.value > 1.2 and alone.free_rows.value > 1.2
+        assert alone.free_pace.value > 1.2 and alone.free_rows.value > 1.2
     for drafted in seen[ROUNDS:]:
         assert drafted.free_pace.value == drafted.free_rows.value == 1.0 and drafted.pace.value > 1.5
 

@@ -309,7 +309,9 @@ class FixedPolicy:
     ) -> None:
         """Ignore the measurement."""
 
-    def observe_draft_step(self, load: Load, nodes: int, together: int, elapsed: float, layers: int) -> None:
+    def observe_draft_step(
+        self, load: Load, text: TextStats, nodes: int, together: int, elapsed: float, layers: int
+    ) -> None:
         """Ignore the measurement."""
 
     def observe_reading(self, load: Load, tokens: int, elapsed: float) -> None:
