@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PINS = $$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-rest test-all test-pair explore check format build bench race contest long-texts load notebooks docs clean
+.PHONY: help setup demo test test-core test-oldest test-rest test-all test-pair explore check format build bench race contest long-texts load notebooks docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -38,6 +38,16 @@ test-rest: setup ## what `make test` leaves out (20 to 30 minutes on two cores)
 	@$(PYTEST) $(TWO) -m "slow and not pair"
 
 test-all: test test-rest ## every test that does without the built-in pair (30 to 40 minutes on two cores)
+
+# The floor of pyproject.toml; a folder that comes before the environment is enough for it.
+OLDEST := $(shell sed -n 's/.*"langchain-core>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST_TESTS = tests/chat/test_langchain_suite.py tests/chat/test_chat_model.py tests/chat/test_cancel.py \
+	tests/chat/tools/test_structured.py tests/chat/tools/test_through_the_model.py
+
+test-oldest: setup ## the chat model with the oldest langchain-core that it takes (two minutes)
+	@test -d $(VENV)/oldest-$(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/oldest-$(OLDEST) langchain-core==$(OLDEST)
+	@PYTHONPATH=$(VENV)/oldest-$(OLDEST) $(PYTEST) -m "not slow and not pair" $(OLDEST_TESTS)
 
 test-pair: setup ## the tests that need the built-in pair (about an hour on two cores)
 	@$(PYTEST) -m pair

@@ -19,15 +19,14 @@ from langchain_card._version import __version__
 from langchain_card.chat.answer import Answer, AnswerConsumer, consuming, consuming_in_task
 from langchain_card.chat.answer_shape import answer_shape, named_by_user
 from langchain_card.chat.batches import Batches, join_group
-from langchain_card.chat.error_mapping import answering, langchain_errors
+from langchain_card.chat.error_mapping import answering
 from langchain_card.chat.preparation import prepared
-from langchain_card.chat.progress import ConsoleProgress
 from langchain_card.chat.readings import ReportsReadings, areport_readings, report_readings
 from langchain_card.chat.reasoning import thinking_of
 from langchain_card.chat.structured import ToolsAndSchemas
 from langchain_card.constraints.json_schema import ANY_OBJECT
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine.shared import EngineLease, EngineLeases
+from langchain_card.engine.shared import EngineLeases
 from langchain_card.errors import CARDError
 from langchain_card.text.prompt import check_size, encode, num_chars, to_conversation
 from langchain_card.text.tool_form import tool_form
@@ -35,7 +34,6 @@ from langchain_card.text.tool_grammar import AnswerShape, answer_grammar
 
 if TYPE_CHECKING:
     from langchain_card.engine.engine import Engine
-    from langchain_card.models.files import Progress
 
 
 class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
@@ -68,7 +66,6 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
 
     model_config = ConfigDict(extra="forbid")  # repeated, because the last base class would decide
 
-    _lease: EngineLease = PrivateAttr()
     _other_leases: EngineLeases = PrivateAttr(default_factory=EngineLeases)
     _consumer: AnswerConsumer | None = PrivateAttr(default=None)
 
@@ -78,56 +75,19 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     def _check_values(self) -> Self:
         if hasattr(self, "_add_version"):  # from langchain-core 1.4.9 on
             self._add_version("langchain-card", __version__)
-        self._check_models()
         self.sampling_params(None, {})
-        if getattr(self, "_lease", None) is None:  # pydantic validates again when the model becomes a field
-            self._lease = EngineLease(self._engine_config())
+        self._hold()
         return self
 
-    # The engine: loading and closing.
-
-    def load(self, progress: Progress | None = None) -> Self:
-        """Download, convert and load the models, and keep them until `close()`; return this chat model.
-
-        With `configurable_fields` LangChain makes a new instance per call: a loaded first one keeps the weights alive.
-
-        Args:
-            progress: receives the progress of downloads and conversions; by default it is shown on standard error.
-        """
-        with langchain_errors():
-            self._engine(progress)
-        return self
-
+    @override
     def close(self) -> None:
-        """Release the engine; its last user aborts running answers and frees the memory. It may be called twice."""
-        self._lease.close()
+        super().close()
         self._other_leases.close()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, loaded if needed, for prompts that are not messages. `close` releases it."""
-        with langchain_errors():
-            return self._engine()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied._lease, copied._other_leases = EngineLease(self._lease.config), EngineLeases()
+        copied._other_leases = EngineLeases()
         return copied
-
-    def _engine(self, progress: Progress | None = None) -> Engine:
-        config = self._engine_config()
-        if self._lease.config != config:  # fields were assigned, or changed in a copy
-            self._lease = EngineLease(config)
-        if self._lease.held is not None:
-            return self._lease.engine()
-        with ConsoleProgress() as console:
-            return self._lease.engine(progress or console)
 
     # Answers.
 

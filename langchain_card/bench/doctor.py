@@ -65,8 +65,8 @@ def about_machine() -> Iterator[str]:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY * num_cores():
         yield (
-            f"Other programs are at work (load {load:.1f} on {num_cores()} cores): steps may take several times "
-            "as long, and what is measured below is not to be trusted."
+            f"Other programs are at work (load {load:.1f} on {num_cores()} cores): steps may take several times as "
+            "long, and measured times are unreliable."
         )
 
 

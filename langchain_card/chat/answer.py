@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCallChunk
 from langchain_core.messages.ai import UsageMetadata
@@ -28,8 +28,15 @@ from langchain_card.text.tool_grammar import AnswerShape
 log = logging.getLogger(__name__)
 
 
+class Abortable(Protocol):
+    """Work of the engine that ends when nothing waits for it."""
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """End the work; `error` is raised to whoever waits for it."""
+
+
 @contextmanager
-def consuming(generation: Generation, timeout: float | None) -> Iterator[None]:
+def consuming(generation: Abortable, timeout: float | None) -> Iterator[None]:
     """Abort the request if the block is left before the answer's end, or after `timeout` seconds."""
     timer = threading.Timer(timeout, _expire, (generation, timeout)) if timeout is not None else None
     if timer is not None:
@@ -44,7 +51,7 @@ def consuming(generation: Generation, timeout: float | None) -> Iterator[None]:
 
 
 @contextmanager
-def consuming_in_task(generation: Generation, timeout: float | None) -> Iterator[None]:
+def consuming_in_task(generation: Abortable, timeout: float | None) -> Iterator[None]:
     """Abort the request as `consuming` does, on an event loop and without a thread.
 
     It also aborts when the task that entered the block is cancelled: LangChain's event stream may drop the generator
@@ -70,7 +77,7 @@ def consuming_in_task(generation: Generation, timeout: float | None) -> Iterator
         generation.abort()
 
 
-def _expire(generation: Generation, timeout: float) -> None:
+def _expire(generation: Abortable, timeout: float) -> None:
     hint = "raise timeout or lower max_tokens"
     limit = "the answer was not complete after so many seconds"
     generation.abort(GenerationTimeoutError("timeout", timeout, limit, hint))
@@ -282,6 +289,7 @@ def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
         "waited": round(stats.waited / seconds, 4) if seconds else 0.0,
         "verified_by_source": dict(stats.verified_by_source),
         "accepted_by_source": dict(stats.accepted_by_source),
+        "speculative_decoding": stats.speculative_decoding,
         "draft_busy": round(stats.draft_busy / seconds, 4) if seconds else 0.0,
         "target_busy": round(stats.target_busy / seconds, 4) if seconds else 0.0,
         "time_to_first_token": round(stats.first_token - stats.submitted, 4),

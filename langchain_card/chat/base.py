@@ -10,10 +10,11 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import BaseMessage
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic.fields import FieldInfo
 from typing_extensions import Self, override
 
-from langchain_card.chat.engine_options import EngineOptions
+from langchain_card.chat.engine_holder import EngineHolder
 from langchain_card.chat.error_mapping import langchain_errors
 from langchain_card.chat.field_docs import JsonFields, fields_section
 from langchain_card.chat.reasoning import OPEN
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from langchain_core.language_models.chat_models import _ChatModelBinding
 
 
-class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
+class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
     """A chat model without answers."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -57,12 +58,21 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, values: Any) -> Any:
-        aliases = (alias for info in cls.model_fields.values() for alias in (info.alias, info.validation_alias))
-        known = [*cls.model_fields, "model_name", *(alias for alias in aliases if isinstance(alias, str))]
+        """Check the names of fields, and leave out decoding options that are None, as in a call."""
+        names = {name: {name, *_aliases(info)} for name, info in cls.model_fields.items()}
+        known = sorted(set().union(*names.values()))
         for name in values if cls.model_config.get("extra") == "forbid" else ():
             if name not in known:
                 raise unknown_name(name, values[name], f"is not a field of {cls.__name__}", known)
-        return values
+        options = set().union(*(names[name] for name in SamplingOptions.model_fields))
+        return {name: value for name, value in values.items() if value is not None or name not in options}
+
+    @override
+    def __repr_args__(self) -> list[tuple[str, Any]]:
+        """Return the models and the fields that were set: the others have their defaults."""
+        set_by_user = (name for name in type(self).model_fields if name in self.model_fields_set)
+        names = dict.fromkeys(("model", "draft_model", *set_by_user))
+        return [(name, getattr(self, name)) for name in names if name not in ("metadata", "profile")]
 
     @override
     def bind(self, **kwargs: Any) -> _ChatModelBinding:
@@ -180,6 +190,14 @@ class ChatContract(SamplingOptions, EngineOptions, BaseChatModel):
         """Return the stop strings of a call with the option `stop`."""
         stop = self.stop if stop is None else stop
         return [stop] if isinstance(stop, str) else stop
+
+
+def _aliases(info: FieldInfo) -> list[str]:
+    """Return the other names of a field."""
+    alias = info.validation_alias
+    if isinstance(alias, AliasChoices):
+        return [name for name in alias.choices if isinstance(name, str)]
+    return [name for name in (alias, info.alias) if isinstance(name, str)]
 
 
 def profile_of(config: EngineConfig) -> ModelProfile:

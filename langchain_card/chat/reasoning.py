@@ -22,6 +22,14 @@ def thinking_of(tokenizer: Any, prompt_ids: Sequence[int]) -> Thinking:
     return "begun" if tokenizer.decode(prompt_ids[-_MARK_TOKENS:]).rstrip().endswith(OPEN) else "first"
 
 
+def without_thought(tokenizer: Any, prompt_ids: Sequence[int]) -> list[int]:
+    """Return tokens after which an answer begins without a thought; none if the model does not think."""
+    text = {"never": "", "first": f"{OPEN}\n\n{CLOSE}\n\n", "begun": f"\n{CLOSE}\n\n"}[
+        thinking_of(tokenizer, prompt_ids)
+    ]
+    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
 def hidden_marks(tokenizer: Any) -> dict[int, str]:
     """Return the marks that are control tokens, by id; they are missing from an answer's text."""
     added = tokenizer.added_tokens_decoder.items()

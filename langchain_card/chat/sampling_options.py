@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from langchain_card.config import Limits, Schedule
 from langchain_card.core.request import SamplingParams
@@ -20,6 +20,21 @@ _FORM_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format
 """Options for the form of an answer; `chat/answer_shape.py` reads them."""
 _CALL_OPTIONS = ("max_completion_tokens", "model", "draft_model", *_FORM_OPTIONS)
 """Options of a call besides the fields of `SamplingOptions`."""
+_OTHER_NAMES = {
+    "context_window": "max_model_len",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "model_id": "model",
+    "model_path": "model",
+    "n_ctx": "max_model_len",
+    "n_predict": "max_tokens",
+    "num_ctx": "max_model_len",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "request_timeout": "timeout",
+    "stop_sequences": "stop",
+}
+"""Names that other chat models have for fields of this one."""
 
 
 class SamplingOptions(BaseModel):
@@ -29,8 +44,8 @@ class SamplingOptions(BaseModel):
 
     schedule: Schedule = "auto"
     """`"plain"` (target alone), `"sequential"` (draft, then verify), `"parallel"` (both at once) or `"auto"`."""
-    max_tokens: int = 512
-    """Most tokens of an answer. In a call, `max_completion_tokens` is another name of it."""
+    max_tokens: int = Field(default=512, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
+    """Most tokens of an answer. `max_completion_tokens` is another name of it."""
     temperature: float = 0.0
     """0 takes the likeliest token; above 0, up to 10, tokens are drawn."""
     seed: int | None = None
@@ -80,7 +95,7 @@ class SamplingOptions(BaseModel):
         }
         params = SamplingParams(**values, seed=seed or 0, logprobs=(top_logprobs or 0) if logprobs else None)
         params.check(Limits())
-        return replace(params, seed=secrets.randbits(32)) if seed is None and params.temperature > 0 else params
+        return replace(params, seed=secrets.randbits(32)) if seed is None and not params.greedy else params
 
 
 def check_options(options: Mapping[str, Any], fields: Collection[str] = ()) -> None:
@@ -106,5 +121,5 @@ def _token_id(key: Any) -> Any:
 
 def unknown_name(name: str, value: Any, limit: str, known: Sequence[str]) -> InvalidInputError:
     """Return the error for a name that does not exist, with the nearest known name as a hint."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return InvalidInputError(name, value, limit, f"did you mean {near[0]}" if near else "")

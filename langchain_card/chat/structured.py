@@ -18,6 +18,7 @@ from langchain_card.chat.base import ChatContract
 from langchain_card.chat.error_mapping import langchain_errors
 from langchain_card.chat.parameters import is_pydantic
 from langchain_card.chat.schemas import response_format_dict, tool_choice_form, tool_dict, tool_dicts
+from langchain_card.constraints.compiler import check_package
 from langchain_card.errors import InvalidInputError, check_choice
 
 _METHODS = ("json_schema", "function_calling", "json_mode")
@@ -47,12 +48,15 @@ class ToolsAndSchemas(ChatContract):
             **kwargs: other options of each call, such as `response_format` or `temperature`.
 
         Raises:
-            InvalidInputError: a tool cannot be read, the chosen tool does not exist, or an option is unknown.
+            InvalidInputError: a tool cannot be read, the chosen tool does not exist, an option is unknown, or the
+                package llguidance is missing.
         """
         with langchain_errors():
             options: dict[str, Any] = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, **kwargs}
             dicts = tool_dicts(tools, strict, distinct=False)  # LangChain's tests bind some twice; calls refuse them
             tool_choice_form(tool_choice, dicts)
+            if dicts:
+                check_package("tools")
             if not isinstance(parallel_tool_calls, bool | None):
                 raise InvalidInputError("parallel_tool_calls", parallel_tool_calls, "must be True, False or None")
             if kwargs.get("response_format") is not None:
@@ -85,10 +89,12 @@ class ToolsAndSchemas(ChatContract):
             **kwargs: other options of each call.
 
         Raises:
-            InvalidInputError: the schema cannot be read, the method or an option is unknown.
+            InvalidInputError: the schema cannot be read, the method or an option is unknown, or the package llguidance
+                is missing.
         """
         with langchain_errors():
             check_choice("method", method, _METHODS)
+            check_package("schema")
             if schema is None and method != "json_mode":
                 raise InvalidInputError("schema", schema, f"is needed by {method}", "json_mode does without one")
             if tools is not None and (method == "function_calling" or not include_raw):

@@ -31,6 +31,10 @@ HELP = """\
 ctrl-c   stops an answer; what was said is kept"""
 
 
+QUIT = ("/quit", "/exit", "quit", "exit")
+"""Lines that end the chat."""
+
+
 def register(subparsers: Any) -> None:
     """Add `chat` and its options."""
     parser = subparsers.add_parser("chat", help="talk to a model; --demo shows what speculation gains here")
@@ -132,7 +136,7 @@ class Chat:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - adds history and line editing to input()
             self._screen.note(f"{describe(self._engine)}. /help lists commands.\n")
-        while (line := self._read()) is not None and line != "/quit":
+        while (line := self._read()) is not None and line not in QUIT:
             if line == "/help":
                 self._screen.print(HELP)
             elif line == "/stats":
@@ -196,7 +200,7 @@ class Chat:
         origins = ", ".join(f"{count} {name_of(source)}" for source, count in by_source.items())
         tokens = sum(stats.output_tokens for stats in self._answers)
         seconds = sum(stats.ended - stats.submitted for stats in self._answers)
-        schedule = last.schedule + (f", seed {self._params.seed}" if self._params.temperature > 0 else "")
+        schedule = last.schedule + (f", seed {self._params.seed}" if not self._params.greedy else "")
         return (
             f"last answer  {status(last)}\n"
             f"             {origins}\n"

@@ -59,10 +59,11 @@ def _tokens_or_all(text: str) -> int | None:
 
 
 def add_drafter_fields(parser: argparse.ArgumentParser) -> None:
-    """Add the options of drafters beside and below the draft model."""
+    """Add the options of drafters besides the draft model."""
     beside = 'drafters beside the draft model, such as "ngram?table=code.ngrams", or "none" (n-grams)'
     parser.add_argument("--drafters", nargs="+", metavar="SPEC", help=beside)
-    parser.add_argument("--stack", nargs="+", default=(), metavar="SPEC", help="below it, from the top (n-grams)")
+    below = "drafters that draft for the draft model, each for the one before it (n-grams)"
+    parser.add_argument("--stack", nargs="+", default=(), metavar="SPEC", help=below)
 
 
 def check_output(option: str, path: Path | None, *endings: str) -> None:

@@ -20,7 +20,7 @@ def register(subparsers: Any) -> None:
 
     parser = subparsers.add_parser("plan", help="find the fastest stack of drafters, or that none pays")
     add_engine_fields(parser)
-    lower = "a drafter below the draft model, from the top; may be repeated (a model, or the last one ngram; ngram)"
+    lower = "a drafter that drafts for the one before it; may be repeated (a model, or at the end ngram; ngram)"
     parser.add_argument("--lower", action="append", metavar="NAME", help=lower)
     parser.add_argument("--prompts", default="own", metavar="SET", help=SETS)
     parser.add_argument("--count", type=int, default=8, help="prompts (8)")

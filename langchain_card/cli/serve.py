@@ -43,8 +43,12 @@ def register(subparsers: Any) -> None:
     isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=params.max_tokens, help="likewise (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=params.temperature, help="likewise (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=params.max_tokens, help="where a request has none (%(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=params.temperature, help="where a request has none (%(default)s)"
+    )
     parser.add_argument("--max-num-seqs", type=int, help="answers decoded at once (by free memory)")
     parser.add_argument("--max-queue", type=int, default=limits.max_queue, help="requests that wait (%(default)s)")
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests may call the model")

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
@@ -201,11 +202,9 @@ class Grammars:
             return self._vocabulary
 
     def _read_vocabulary(self) -> Vocabulary:
-        try:
-            from llguidance import LLTokenizer
-        except ImportError as error:
-            hint = "pip install 'langchain-card[structured]'"
-            raise InvalidInputError("grammar", "...", "needs the package llguidance", hint) from error
+        check_package("grammar")
+        from llguidance import LLTokenizer
+
         text, eos_ids = self._tokenizer.backend_tokenizer.to_str(), self._eos_ids
         try:
             known = [token for token in eos_ids if token < len(self._tokenizer)]  # heads may be padded
@@ -213,6 +212,13 @@ class Grammars:
         except ValueError as error:
             limit = f"grammars cannot be read with it ({error})"
             raise UnsupportedModelError("tokenizer", type(self._tokenizer).__name__, limit) from error
+
+
+def check_package(field: str) -> None:
+    """Raise `InvalidInputError` for a field that needs grammars where the package that reads them is missing."""
+    if find_spec("llguidance") is None:
+        hint = "pip install 'langchain-card[structured]'"
+        raise InvalidInputError(field, "...", "needs the package llguidance", hint)
 
 
 def _reason(problem: str) -> str:

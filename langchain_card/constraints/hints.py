@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 if sys.version_info >= (3, 11):
-    from re import _constants as sre
-    from re import _parser as parser
+    from re import _constants as sre  # type: ignore[attr-defined]
+    from re import _parser as parser  # type: ignore[attr-defined]
 else:
     import sre_constants as sre
     import sre_parse as parser

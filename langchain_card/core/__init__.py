@@ -1,6 +1,6 @@
 """The protocol of query and correct. This docstring is the table of contents of "the book".
 
-The book is the part of the package that explains all of it: about 6,000 lines, in the order in which to read them.
+The book is the part of the package that explains all of it: about 6,500 lines, in the order in which to read them.
 Everything else (kernels, models, LangChain, the server, the command line, benchmarks) surrounds it.
 
 Part one, the protocol. Pure functions of plain numbers: no torch, no thread, no clock, no randomness.

@@ -26,7 +26,7 @@ from langchain_card.core.query import DrafterTraits, Query
 from langchain_card.core.request import FinishReason, Request
 from langchain_card.core.scheduler import Scheduler
 from langchain_card.core.state import RequestState
-from langchain_card.core.walk import AcceptanceRule, ExactRule, committed, cut
+from langchain_card.core.walk import AcceptanceRule, ExactRule, committed, cut, damaged_logits
 from langchain_card.core.workers import Workers
 from langchain_card.errors import EngineError
 
@@ -152,6 +152,8 @@ class Coordinator:
             self.stale += 1
             return []
         window, state.window, state.wait_until, state.failures = state.window, None, None, 0
+        if state.request.labels:
+            return self._weigh(state, verdict, now)
         try:
             rows, tokens, state.stats.lossy = committed(self.rule, window, verdict, state.request)
         except EngineError as error:
@@ -182,6 +184,15 @@ class Coordinator:
         for name in state.drafters:
             effects += self.lifecycle.correct(state, name, hit=hit)
         return effects
+
+    def _weigh(self, state: RequestState, verdict: m.Verdict, now: float) -> list[m.Effect]:
+        """End a request that asks only how likely its labels are."""
+        self._passes.add(verdict, 1, now)
+        state.stats.add_round(verdict, 0, (), (), hit=False, now=now)
+        state.stats.label_logprobs = verdict.label_logprobs
+        damaged = any(map(math.isnan, verdict.label_logprobs))
+        reason = FinishReason.ERROR if damaged else FinishReason.STOP
+        return self._finish(state, reason, now, str(damaged_logits()) if damaged else "")
 
     def _observe_text(self, text: TextStats, window: m.Window, tokens: int) -> None:
         """Learn how many tokens a pass brought, and how many where its candidates cost no device time."""
@@ -237,7 +248,7 @@ class Coordinator:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, error: str = "") -> list[m.Effect]:
         state.stats.ended = now
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not state.request.labels:
             self.policy.observe_answer(len(state.output_ids))
         effects = self.lifecycle.release(state, now) if self.scheduler.end(state) else []
         return [*effects, m.Finish(state.request.request_id, reason, state.stats, error)]

@@ -15,6 +15,9 @@ from langchain_card.core.request import FinishReason, Request, RequestStats
 ROOT = -1
 """Parent of a window's first row."""
 
+NO_TOKEN = -1
+"""The target's token after a row whose highest logit is NaN or infinite."""
+
 TARGET = "target"
 """Name of the target among the workers."""
 
@@ -102,7 +105,7 @@ class Verdict:
 
     Attributes:
         request_id, step_id: those of the window.
-        target_ids: [rows].
+        target_ids: [rows]; `NO_TOKEN` where the highest logit is NaN or infinite.
         elapsed: seconds of the pass; this request's share when it verified several.
         logprobs: [rows] of the target's tokens; empty when the request wants none.
         read: prompt tokens, of any requests, that the same pass read.
@@ -110,6 +113,8 @@ class Verdict:
         together: requests that the pass verified.
         measured: [rows] what the acceptance rule measures, 0 at rows without a question; empty if it measures nothing.
         closed: whether an end of the grammar, written in time for `max_tokens`, replaced a choice of the model.
+        label_logprobs: log-probability of each of the request's labels as the whole answer: log-softmax of the raw
+            logits, summed over its tokens and the end of the answer.
     """
 
     request_id: int
@@ -122,6 +127,7 @@ class Verdict:
     together: int = 1
     closed: bool = False
     measured: tuple[float, ...] = ()
+    label_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,9 +135,8 @@ class Query:
         windows = []
         for i, (state, (nodes, _), width) in enumerate(zip(states, candidates, widths, strict=True)):
             state.wait(now, None)
-            state.window = self._window(
-                state, nodes[: min(width, self.limits.max_step_rows // loads[i].num_seqs - 1)], step_id + i
-            )
+            most = min(width, self.limits.max_step_rows // loads[i].num_seqs - 1)
+            state.window = self._window(state, nodes if state.request.labels else nodes[:most], step_id + i)
             windows.append(state.window)
         return windows
 
@@ -146,6 +145,8 @@ class Query:
         return best(self._budget(state))
 
     def _budget(self, state: RequestState) -> int:
+        if state.request.labels:
+            return self.limits.max_window - 1
         return min(self.limits.max_window, state.tokens_left) - 1 if state.drafters and not state.failures else 0
 
     def _window(self, state: RequestState, candidates: Sequence[int], step_id: int) -> m.Window:

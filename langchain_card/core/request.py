@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_card.config import SCHEDULES, Limits, Schedule
 from langchain_card.errors import InvalidInputError, check_choice, check_ids, check_range
 
 if TYPE_CHECKING:
     from langchain_card.core.messages import Verdict
+
+
+K = TypeVar("K")
+
+MIN_TEMPERATURE = 1e-5
+"""Lower temperatures are 0."""
 
 
 class FinishReason(str, Enum):
@@ -66,6 +72,11 @@ class SamplingParams:
     logprobs: int | None = None
     tenant: str = ""
 
+    @property
+    def greedy(self) -> bool:
+        """True if the likeliest token is taken, as at all temperatures below `MIN_TEMPERATURE`."""
+        return self.temperature < MIN_TEMPERATURE
+
     def check(self, limits: Limits, vocab_size: int = 2**31) -> None:
         """Raise `InvalidInputError` for the first field that breaks its bound; token ids are below `vocab_size`."""
         check_range("max_tokens", self.max_tokens, 1, limits.max_output_tokens)
@@ -114,20 +125,24 @@ class Request:
         prompt_ids: token ids, at least one.
         params: decoding options.
         eos_ids: token ids that end the answer.
+        labels: tokens of possible answers. One pass finds how likely each is as the whole answer, and none is written.
     """
 
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
+    labels: tuple[tuple[int, ...], ...] = ()
 
 
 _TIMES = ("submitted", "started", "first_token", "ended")
+TABLES = ("verified_by_source", "accepted_by_source", "passes_by_accepted")
+"""Fields of `RequestStats` that hold counts by name or number."""
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Counts and times of one request, in seconds of the engine's clock.
+    """Counts and times of one request, in seconds of the engine's clock, and how likely its labels are.
 
     Attributes:
         schedule: the schedule that ran; the last one if `auto` changed it.
@@ -137,6 +152,7 @@ class RequestStats:
         verified: candidates that the target checked.
         accepted: candidates that became tokens of the answer.
         verified_by_source, accepted_by_source: the same by drafter; a candidate counts for its first drafter.
+        passes_by_accepted: passes by the number of candidates that each accepted.
         rescued: accepted candidates that the target did not choose; 0 under the exact rule.
         lossy: whether the rule in force may accept such tokens in this answer; known from the first round on. False if
             the rule answers this request exactly.
@@ -149,6 +165,7 @@ class RequestStats:
         draft_steps, draft_nodes: steps of drafts that cost time, and candidates that they expanded.
         waited: seconds that rounds waited for their draft.
         submitted, started, first_token, ended: times; `ended` is 0 until the end.
+        label_logprobs: log-probability of each of the request's labels as the whole answer.
     """
 
     schedule: str = "plain"
@@ -159,6 +176,7 @@ class RequestStats:
     accepted: int = 0
     verified_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    passes_by_accepted: dict[int, int] = field(default_factory=dict)
     rescued: int = 0
     lossy: bool = False
     hits: int = 0
@@ -174,6 +192,7 @@ class RequestStats:
     started: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
+    label_logprobs: tuple[float, ...] = ()
 
     def add_round(
         self, verdict: Verdict, tokens: int, verified: Sequence[str], accepted: Sequence[str], hit: bool, now: float
@@ -192,6 +211,7 @@ class RequestStats:
         self.closed |= verdict.closed
         _count(self.verified_by_source, verified)
         _count(self.accepted_by_source, accepted)
+        _count(self.passes_by_accepted, [len(accepted)])
 
     def add_draft_step(self, nodes: int, elapsed: float) -> None:
         """Count a draft step that expanded `nodes` candidates."""
@@ -205,9 +225,25 @@ class RequestStats:
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
         began = {name: getattr(earlier if earlier.rounds else self, name) for name in ("started", "first_token")}
         either = {name: getattr(earlier, name) or getattr(self, name) for name in ("closed", "lossy")}
-        sources = ("verified_by_source", "accepted_by_source")
-        by_source: dict[str, Any] = {name: _added(getattr(earlier, name), getattr(self, name)) for name in sources}
-        return replace(self, **sums, **began, **either, **by_source, submitted=earlier.submitted)
+        tables: dict[str, Any] = {name: _added(getattr(earlier, name), getattr(self, name)) for name in TABLES}
+        return replace(self, **sums, **began, **either, **tables, submitted=earlier.submitted)
+
+    @property
+    def speculative_decoding(self) -> dict[str, Any]:
+        """These counts in vLLM's words: `metrics.speculative_decoding` of its responses.
+
+        `acceptance_histogram[n]` is the number of passes that accepted n candidates. vLLM's `num_spec_tokens` is left
+        out: the number of candidates is chosen for each pass.
+        """
+        histogram = [self.passes_by_accepted.get(n, 0) for n in range(max(self.passes_by_accepted, default=-1) + 1)]
+        return {
+            "mean_acceptance_length": self.mean_accepted_length,
+            "draft_acceptance_rate": self.acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": self.rounds,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_draft_tokens": self.verified,
+        }
 
     @property
     def mean_accepted_length(self) -> float:
@@ -255,10 +291,10 @@ class RequestStats:
         return max(0.0, self.ended - self.first_token)
 
 
-def _count(counts: dict[str, int], names: Sequence[str]) -> None:
+def _count(counts: dict[K, int], names: Sequence[K]) -> None:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
 
 
-def _added(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+def _added(a: Mapping[K, int], b: Mapping[K, int]) -> dict[K, int]:
     return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}

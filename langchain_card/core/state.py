@@ -11,7 +11,7 @@ from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.messages import Proposal, Window
 from langchain_card.core.policy import TextStats
-from langchain_card.core.request import Request, RequestStats
+from langchain_card.core.request import TABLES, Request, RequestStats
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +61,10 @@ class RequestState:
         state = cls(request, tree, schedule, stats, text, output_ids=[*output_ids])
         for token in output_ids:
             state.tree.advance(token)
+        for label in request.labels:
+            node = tree.root
+            for token in label:
+                node = tree.insert(node, token, 0.0, "")
         return state
 
     @property
@@ -82,7 +86,7 @@ class RequestState:
 
     def copy(self) -> RequestState:
         """Return an independent copy."""
-        counts: Any = {name: getattr(self.stats, name).copy() for name in ("verified_by_source", "accepted_by_source")}
+        counts: Any = {name: getattr(self.stats, name).copy() for name in TABLES}
         return replace(
             self,
             tree=self.tree.copy(),

@@ -8,12 +8,13 @@ sampling, because the target's draw is a function of its logits, the seed and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from typing_extensions import Self
 
-from langchain_card.core.messages import ROOT, Verdict, Window
+from langchain_card.core.messages import NO_TOKEN, ROOT, Verdict, Window
 from langchain_card.core.request import FinishReason, Request
 from langchain_card.errors import EngineError
 
@@ -104,7 +105,8 @@ def committed(
     """Return the rows and tokens that a rule commits, checked, and whether it may be lossy here. Rules are plug-ins.
 
     Raises:
-        EngineError: the rule raised, or returned something that `AcceptanceRule.walk` may not.
+        EngineError: the rule raised, or returned something that `AcceptanceRule.walk` may not; the target's logits are
+            not finite numbers.
     """
     try:
         rows, tokens = map(list, rule.walk(window, verdict, request))
@@ -113,11 +115,19 @@ def committed(
         lossy = is_lossy(rule, request)
     except Exception as error:
         raise _broken(rule, f"failed ({type(error).__name__}: {error})") from error
+    if NO_TOKEN in own:
+        raise damaged_logits()
     if not in_line:
         raise _broken(rule, f"committed rows {rows} that do not lie below one another")
     if tokens != [*(window.token_ids[row] for row in rows[1:]), own[-1]] or (tokens != own and not lossy):
         raise _broken(rule, f"committed {tokens} where the target had chosen {own}")
     return rows, tokens, lossy
+
+
+def damaged_logits() -> EngineError:
+    """Return the error of a request whose logits are not finite numbers."""
+    hint = "the weights, or their configuration, are damaged"
+    return EngineError("logits", math.nan, "must be finite numbers", hint)
 
 
 def _broken(rule: AcceptanceRule, limit: str) -> EngineError:

@@ -141,7 +141,7 @@ class ModelDrafter:
             guide = Guide(self._constrain(grammar), request.eos_ids)
         sampler = Sampler(request.params, request.prompt_ids, guide)
         sampler.commit(output_ids)
-        ranks = self._ranks_at(request.params.temperature)
+        ranks = None if request.params.greedy else self._ranks_at(request.params.temperature)
         text = self._shorten([*request.prompt_ids, *output_ids])
         opened = _Sequence(request.request_id, request.params.tenant, tree, text, None, sampler, ranks)
         self._sequences[request.request_id] = opened
@@ -253,9 +253,7 @@ class ModelDrafter:
         """Return whether a token of the target is in the draft's vocabulary."""
         return self._vocabulary is None or self._vocabulary.shares(token_id)
 
-    def _ranks_at(self, temperature: float) -> RankChances | None:
-        if temperature == 0:
-            return None
+    def _ranks_at(self, temperature: float) -> RankChances:
         return self._ranks.setdefault(round(temperature, 1), RankChances(self._num_children))
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -24,7 +25,14 @@ from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.garbage import rare_collections
 from langchain_card.engine.generation import Generation
-from langchain_card.errors import ContextOverflowError, EngineBusyError, EngineClosedError, InvalidInputError
+from langchain_card.engine.labels import check_labels
+from langchain_card.errors import (
+    ContextOverflowError,
+    EngineBusyError,
+    EngineClosedError,
+    EngineError,
+    InvalidInputError,
+)
 from langchain_card.models.budget import check_budget, free_bytes, weight_bytes
 from langchain_card.models.files import Progress, Silent
 from langchain_card.models.loader import ModelSpec, Pair, begin_loading, drop_loading, resolve
@@ -65,6 +73,7 @@ class Engine:
         pair: Pair | None = None,
         observe: Observer | None = None,
     ) -> None:
+        _check_process()
         self.config, self._observe = config or EngineConfig(), observe
         if observe is not None and self.config.isolate:
             limit = "cannot be watched: the engine works in a process of its own"
@@ -159,26 +168,38 @@ class Engine:
         """Return the health of the workers, by name: `"target"` and each drafter."""
         return self._open_backend().health()
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Generation:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        labels: Sequence[Sequence[int]] = (),
+    ) -> Generation:
         """Queue a prompt and return its generation.
 
         Args:
             prompt_ids: token ids of `self.tokenizer`, at least one.
             params: how to decode. `max_tokens` is cut to the room that the context leaves.
+            labels: token ids of possible answers, which fit into one window together (see `engine/labels.py`). No
+                answer is written: the statistics hold the log-probability of each label.
 
         Raises:
             InvalidInputError: a field breaks its bound.
             ContextOverflowError: the prompt leaves no room for an answer.
             EngineBusyError: the queue is full.
             EngineClosedError: the engine was closed.
+            EngineError: this process is a fork of one that has loaded a model.
         """
+        _check_process()
         params = params or SamplingParams()
         limits = self.config.limits
         params.check(limits, self._pair.vocab_size)
         max_tokens, params = params.max_tokens, self._fit(prompt_ids, params)
         if params.grammar:
             self._check_grammar(params, max_tokens, len(prompt_ids))
-        request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids)
+        if labels:
+            check_labels(labels, self.config, self._pair.vocab_size)
+            params = replace(params, schedule="plain", stop=(), grammar="")
+        request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids, (*map(tuple, labels),))
         generation = Generation(
             request,
             Detokenizer(self.tokenizer, params.stop),
@@ -256,6 +277,8 @@ class Engine:
 
         A second call from another thread waits for the first: the interpreter must not exit before it has ended.
         """
+        if os.getpid() != _home:
+            return  # a fork has none of its threads
         with self._lock:
             is_first, self._closed = not self._closed, True
             self._closing_thread = threading.get_ident() if is_first else self._closing_thread
@@ -274,6 +297,20 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_home: int | None = None
+"""Id of the process that made the first engine."""
+
+
+def _check_process() -> None:
+    """Raise `EngineError` in a fork of the process of the first engine: its threads do not survive a fork."""
+    global _home
+    _home = _home or os.getpid()
+    if os.getpid() != _home:
+        limit = f"is a fork of process {_home}, which has loaded a model"
+        hint = "load the first model in each process after it was forked, or start processes by spawn"
+        raise EngineError("process", os.getpid(), limit, hint)
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from langchain_card.core.messages import ROOT, Begin, Reading, TokenLogprob, Verdict, Window
-from langchain_card.core.walk import AcceptanceRule, ExactRule, mismatches
+from langchain_card.core.request import Request
+from langchain_card.core.walk import AcceptanceRule, ExactRule, children, mismatches
 from langchain_card.engine.prefix_folder import BLOCK, PrefixFolder
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Constraint, Steering
@@ -145,6 +146,7 @@ class TargetWorker:
             histories = [history for pair in verified for history in _histories(*pair)]
             logits = apply_steering(self._steering, logits, histories)
         target_ids, closed, logprobs = _choose(verified, logits)
+        by_window = torch.split(logits, [*map(len, target_ids)])
         measured = self._measured(verified, logits, target_ids)
         read += sum(len(rows.token_ids) for rows in texts)
         per_row = (time.perf_counter() - started) / (read + sum(map(len, target_ids)))
@@ -162,6 +164,7 @@ class TargetWorker:
                     together=len(verified),
                     closed=closed[i],
                     measured=measured[i],
+                    label_logprobs=label_logprobs(by_window[i], window, sequence.begin.request),
                 )
             )
             sequence.verified, sequence.cached = window, 0
@@ -256,8 +259,27 @@ def _choose(
     logprobs = []
     for (sequence, _), window_logits, ids in zip(verified, by_window, target_ids, strict=True):
         count = sequence.begin.request.params.logprobs
-        logprobs.append(() if count is None else token_logprobs(window_logits, ids, count))
+        known = [max(token, 0) for token in ids]  # those after damaged logits are never handed out
+        logprobs.append(() if count is None else token_logprobs(window_logits, known, count))
     return target_ids, closed, logprobs
+
+
+def label_logprobs(logits: Tensor, window: Window, request: Request) -> tuple[float, ...]:
+    """Return the log-probability of each of a request's labels as the whole answer; NaN where logits are damaged.
+
+    Args:
+        logits: [rows, vocabulary] of the window, whose candidates are the tokens of the labels.
+        window: the window.
+        request: its request.
+    """
+    if not request.labels:
+        return ()
+    logs, child = logits.double().log_softmax(dim=-1), children(window)
+    ends, sums = logs[:, [*request.eos_ids]].logsumexp(dim=-1), list[Tensor]()
+    for label in request.labels:
+        rows = [*itertools.accumulate(label, lambda row, token: child[row, token], initial=0)]
+        sums.append(logs[rows[:-1], [*label]].sum() + ends[rows[-1]])
+    return tuple(torch.stack(sums).tolist())
 
 
 def _histories(sequence: _Sequence, window: Window) -> list[TokenHistory]:

@@ -260,9 +260,10 @@ def _local(name: str) -> Path | None:
         raise UnknownModelError("model", name, "there is no such file", "give the path of a .gguf file")
     if _HUB_ID.fullmatch(name):
         return None
-    near = difflib.get_close_matches(name, BUILTINS, n=3, cutoff=0.4) or list(BUILTINS)
+    near = difflib.get_close_matches(name, BUILTINS, n=3)
+    hint = f"did you mean {' or '.join(near)}" if near else f"built in are {', '.join(BUILTINS)}"
     limit = "neither a built-in name, a folder, a .gguf file nor a hub id (owner/name)"
-    raise UnknownModelError("model", name, limit, f"did you mean {' or '.join(near)}")
+    raise UnknownModelError("model", name, limit, hint)
 
 
 def _cached(repo_id: str) -> Path | None:

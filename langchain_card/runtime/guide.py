@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from langchain_card.core.messages import NO_TOKEN
 from langchain_card.ports import Constraint
 
 
@@ -92,7 +93,7 @@ class Guide:
         way: _Way = ()
         while (row := rows.get(way)) is not None:
             token, place = settled[row], self._behind(way)
-            if place is None or (token in self._eos_ids and _allows(place, token)):
+            if place is None or token == NO_TOKEN or (token in self._eos_ids and _allows(place, token)):
                 break
             if self._behind((*way, token)) is None:
                 settled[row] = token = place.ending[0] if place.ending else self._eos_ids[0]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from langchain_card.core.messages import TokenLogprob
+from langchain_card.core.messages import NO_TOKEN, TokenLogprob
 from langchain_card.core.request import SamplingParams
 from langchain_card.runtime.guide import Guide
 
@@ -33,11 +33,21 @@ PIECE = 128
 def choose(scores: Sequence[Tensor]) -> list[int]:
     """Return the token with the highest score of each row of all tensors, in order; of equal scores, the first.
 
+    Where a score is no number, or is infinite, the token is `NO_TOKEN`. Scores of minus infinity are forbidden tokens.
+
     Tokens are copied from a device together. On a CPU, NumPy searches ten times as fast as torch 2.13.
     """
-    if all(rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64) for rows in scores):
-        return [token for rows in scores for token in rows.numpy().argmax(axis=-1).tolist()]
-    return torch.cat([rows.argmax(dim=-1) for rows in scores]).tolist()
+    chosen = [_highest(rows) for rows in scores]
+    return torch.cat(chosen).tolist() if chosen else []
+
+
+def _highest(scores: Tensor) -> Tensor:
+    if scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
+        token_ids = torch.from_numpy(scores.numpy().argmax(axis=-1))
+        values = scores.gather(-1, token_ids[:, None])[:, 0]
+    else:
+        values, token_ids = scores.max(dim=-1)
+    return token_ids.where(values < math.inf, NO_TOKEN)
 
 
 def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +98,7 @@ class Sampler:
         self._penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self._greedy = params.temperature == 0
+        self._greedy = params.greedy
         self._unprocessed = self._greedy and not (self._penalised or params.logit_bias or params.banned_ids)
         self.idle = self._unprocessed and guide is None
 

@@ -29,6 +29,7 @@ from langchain_card.serve.waiting import ClientLeft
 
 _PROMPTS = {"/v1/chat/*": "messages", "/card/*batch": "inputs", "/card/*": "input"}
 """The field of a request that holds the prompt, by pattern of the path."""
+ANSWERING = "/v1/chat/completions and /v1/completions; GET /openapi.json lists all paths"
 OPEN_PATHS = ("/health", "/version", *PAGE_PATHS)
 """Paths that need no key and are served even while the server drains or is full."""
 
@@ -106,9 +107,12 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
     async def client_left(*_: Any) -> Response:
         return Response(status_code=CLIENT_LEFT)
 
-    async def http(_: Request, error: Any) -> Response:
+    async def http(request: Request, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(error.status_code)
-        return Problem(error.status_code, str(error.detail), code=code).response()
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"{request.url.path}: is not a path of this server. Hint: it answers {ANSWERING}."
+        return Problem(error.status_code, message, code=code).response()
 
     for kind, handler in {
         RequestValidationError: invalid,

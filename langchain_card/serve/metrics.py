@@ -49,6 +49,12 @@ class Metrics:
         self._verified = Counter("langchain_card_verified_candidates", verified, ["source"], registry=registry)
         accepted = "Tokens of answers that a drafter had proposed."
         self._accepted = Counter("langchain_card_accepted_tokens", accepted, ["source"], registry=registry)
+        passes = "Passes of the target that verified candidates or wrote a token."
+        self._passes = Counter("langchain_card_passes", passes, registry=registry)
+        by_position = "Accepted candidates by their place among those of their pass, from 0."
+        self._by_position = Counter(
+            "langchain_card_accepted_tokens_per_position", by_position, ["position"], registry=registry
+        )
         rescued = "Tokens of answers that a lossy rule kept in the place of the target's own."
         self._rescued = Counter("langchain_card_rescued_tokens", rescued, registry=registry)
         first = "Seconds until the first token of an answer, queueing included."
@@ -97,6 +103,10 @@ class Metrics:
         ):
             for source, count in [*by_source.items()]:
                 counter.labels(source).inc(count)
+        self._passes.inc(stats.rounds)
+        for accepted, passes in [*stats.passes_by_accepted.items()]:
+            for position in range(accepted):
+                self._by_position.labels(str(position)).inc(passes)
         self._rescued.inc(stats.rescued)
         if stats.rounds:
             self._first.observe(stats.first_token - stats.submitted)

@@ -110,6 +110,13 @@ def encode(
     raise InvalidInputError("messages", roles, f"the chat template of {model} refuses them: {reason}") from refusal
 
 
+def text_ids(text: str, tokenizer: Any) -> list[int]:
+    """Return the token ids of a text without a template; a control token that it spells is read as characters."""
+    control = control_tokens(tokenizer)
+    marked = control.mark(_check_text(text))
+    return control.encode(marked) if marked != text else list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def check_size(conversation: Sequence[Turn], others: Any, max_len: int) -> None:
     """Raise if a conversation cannot fit, whatever the tokenizer, before the template or the tokenizer sees it.
 

@@ -71,11 +71,41 @@ async def test_misspelt_names_are_refused_whatever_their_value(model: CARDChatMo
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("modle", "model"), ("draftmodel", "draft_model"), ("max_token", "max_tokens"), ("stops", "stop")],
+    [
+        ("modle", "model"),
+        ("draftmodel", "draft_model"),
+        ("max_token", "max_tokens"),
+        ("stops", "stop"),
+        ("num_predict", "max_tokens"),
+        ("num_ctx", "max_model_len"),
+        ("stop_sequences", "stop"),
+    ],
 )
 def test_all_options_are_known_to_the_hint(model: CARDChatModel, name: str, meant: str) -> None:
     with pytest.raises(InvalidInputError, match=f"did you mean {meant}$|did you mean {meant}\\."):
         model.invoke("hi", **{name: None})
+
+
+def test_the_constructor_takes_what_calls_take(toy: dict[str, Any]) -> None:
+    left_out = CARDChatModel(**{**toy, "max_tokens": None}, temperature=None, stop=None, top_p=None, seed=None)
+    assert (left_out.max_tokens, left_out.temperature, left_out.top_p) == (512, 0.0, 1.0)
+    others = {name: value for name, value in toy.items() if name != "max_tokens"}
+    assert CARDChatModel(**others, max_completion_tokens=7).max_tokens == 7
+    with pytest.raises(ValidationError, match="max_tokens = 0"):
+        CARDChatModel(**others, max_completion_tokens=0)
+
+
+def test_the_representation_is_short(toy: dict[str, Any]) -> None:
+    model = CARDChatModel(**toy, temperature=0.5)
+    words = repr(model)
+    assert words.startswith(f"CARDChatModel(model={toy['model']!r}, draft_model={toy['draft_model']!r}")
+    assert "temperature=0.5" in words and "metadata" not in words and "top_p" not in words
+    assert repr(CARDChatModel()) == "CARDChatModel(model='qwen2.5-coder-1.5b', draft_model='qwen2.5-coder-0.5b')"
+
+
+def test_tiny_temperatures_take_the_likeliest_token(model: CARDChatModel) -> None:
+    for temperature in (1e-308, 1e-6):
+        assert model.invoke("hi", temperature=temperature).content == model.invoke("hi", temperature=0).content != ""
 
 
 def test_none_leaves_the_fields_value(toy: dict[str, Any], submitted: list[Any]) -> None:

@@ -64,6 +64,7 @@ def test_the_default_is_the_built_in_pair() -> None:
             {"model": "qwen2.5-coder"},
             "model = 'qwen2.5-coder': neither a built-in name.*did you mean qwen2.5-coder-1.5b",
         ),
+        ({"model": "llama3.2"}, "model = 'llama3.2': .*built in are .*qwen2.5-coder-1.5b"),
         ({"draft_model": "smollm"}, "draft_model = 'smollm': neither a built-in name.*smollm2-135m"),
         ({"model": ""}, "model = ''"),
         ({"max_tokens": 0}, "max_tokens = 0: must be a whole number between 1 and"),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import multiprocessing
+import os
+import shutil
 import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from langchain_card.config import EngineConfig, Limits
 from langchain_card.core import messages as m
@@ -91,6 +98,52 @@ def test_a_text_that_cannot_be_made_ends_one_request(pair: tuple[str, str], monk
         with pytest.raises(EngineError, match="division by zero"):
             broken.result()
         assert len(other.result().token_ids) == 20
+
+
+def with_nan(model: str, folder: Path, token_id: int) -> str:
+    """Copy a model; texts with this token have logits that are no numbers."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][token_id] = math.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.8}, {"logprobs": 2}], ids=str)
+def test_logits_that_are_no_numbers_end_one_request(tmp_path: Path, fields: dict[str, Any]) -> None:
+    target = tiny.make_target("mistral", tmp_path / "target")
+    draft = tiny.make_draft(target, tmp_path / "draft", noise=0.02)
+    damaged = with_nan(target, tmp_path / "damaged", PROMPT[0])
+    params = SamplingParams(max_tokens=20, banned_ids=(PROMPT[0],), **fields)
+    with Engine(config((damaged, draft))) as engine:
+        broken, other = engine.submit(PROMPT, params), engine.submit(PROMPT[1:], params)
+        with pytest.raises(EngineError, match=r"logits = nan: must be finite numbers.*weights"):
+            broken.result()
+        assert len(other.result().token_ids) == 20
+    with Engine(config((target, with_nan(draft, tmp_path / "damaged draft", PROMPT[0])))) as engine:
+        plain = engine.submit(PROMPT, replace(params, schedule="plain")).result()
+        drafted = engine.submit(PROMPT, replace(params, schedule="sequential")).result()
+        assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == 20
+
+
+def test_a_fork_of_the_process_gets_an_error_at_once(pair: tuple[str, str]) -> None:
+    fork = multiprocessing.get_context("fork")
+
+    def child(sender: Connection) -> None:
+        try:
+            answer(engine, 3)
+        except EngineError as error:
+            engine.close()
+            sender.send(str(error))
+
+    with Engine(config(pair)) as engine:
+        receiver, sender = fork.Pipe(duplex=False)
+        process = fork.Process(target=child, args=(sender,))
+        process.start()
+        assert receiver.poll(30), "the child hangs"
+        assert f"is a fork of process {os.getpid()}" in receiver.recv()
+        process.join(30)
+        assert process.exitcode == 0 and len(answer(engine, 3)) == 3
 
 
 def test_a_loop_that_is_gone_harms_nobody(pair: tuple[str, str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from langchain_card.config import EngineConfig, Limits
+from langchain_card.core.messages import NO_TOKEN
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.model import RANK_PRIOR, ModelDrafter, RankChances
 from langchain_card.drafters.tree import DraftTree
@@ -297,3 +298,11 @@ def test_the_first_of_equal_scores_is_chosen(dtype: torch.dtype) -> None:
     scores = [torch.zeros(2, 300, dtype=dtype), torch.full((1, 300), -math.inf, dtype=dtype)]
     scores[0][1, [70, 200]] = 1.0
     assert choose(scores) == [0, 70, 0] and choose([]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_token_is_chosen_by_scores_that_are_no_finite_numbers(dtype: torch.dtype) -> None:
+    scores = torch.zeros(4, 300, dtype=dtype)
+    scores[0, 7], scores[1, 9], scores[2, 70] = math.nan, math.inf, 1.0
+    scores[3, 5:] = -math.inf
+    assert choose([scores]) == [NO_TOKEN, NO_TOKEN, 70, 0]

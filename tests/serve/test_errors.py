@@ -84,6 +84,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": "8"}, "max_tokens", "valid integer"),
     ({"max_completion_tokens": 10**30}, "max_tokens", "between 1 and 32,768"),
     ({"temperature": -1}, "temperature", "between 0"),
+    ({"temperature": 5}, "temperature", "between 0.0 and 2.0"),
+    ({"temprature": 0.5}, "temprature", "did you mean temperature"),
+    ({"max_token": 5}, "max_token", "did you mean max_tokens"),
     ({"temperature": 10**400}, "temperature", "valid number|finite"),
     ({"temperature": True}, "temperature", "valid number"),
     ({"top_p": 1.1}, "top_p", "between 0"),
@@ -232,6 +235,8 @@ def test_routes_that_are_not_there(http: httpx.Client) -> None:
                                  ("GET", "/docs", 404), ("DELETE", "/v1/models", 405)):  # fmt: skip
         response = http.request(method, path)
         assert response.status_code == status and error_of(response)["type"] == "invalid_request_error"
+    words = error_of(http.post("/v1/responses"))["message"]
+    assert words.startswith("/v1/responses: is not a path of this server") and CHAT in words and "openapi.json" in words
 
 
 # What the engine raises.

@@ -15,7 +15,7 @@ from langchain_card.chat_model import CARDChatModel
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.engine.generation import Generation
 from langchain_card.models.tokenizer import token_bytes
-from langchain_card.serve.openai.objects import head, progress, usage
+from langchain_card.serve.openai.objects import figures, head, progress, usage
 from langchain_card.serve.openai.schemas import STREAMED, CompletionRequest
 from langchain_card.serve.parsing import StrictRoute
 from langchain_card.serve.service import Exchange, Service
@@ -80,7 +80,7 @@ class Continuation:
             completion = generation.completion()
             card = _card(generation, completion.stats)
             if body.card:
-                card = {"card": {**progress([], completion.stats), **card["card"]}}
+                card["card"] = {**progress([], completion.stats), **card["card"]}
             end = [{**start, "choices": [self._choice("", None, completion.finish_reason.value)], **card}]
             counts = _usage(generation, completion.stats)
             yield [*end, {**start, "choices": [], "usage": counts}] if include_usage else end
@@ -134,4 +134,4 @@ def _usage(generation: Generation, stats: RequestStats) -> dict[str, Any] | None
 
 
 def _card(generation: Generation, stats: RequestStats) -> dict[str, Any]:
-    return {"card": statistics(stats, generation.request.params.seed)}
+    return figures(statistics(stats, generation.request.params.seed))

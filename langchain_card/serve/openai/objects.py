@@ -60,7 +60,7 @@ def chat_completion(answer: AIMessage, model: str) -> dict[str, Any]:
         "finish_reason": metadata["finish_reason"],
     }
     whole = {**head("chat.completion", "chatcmpl", model), "choices": [choice], "usage": usage(answer.usage_metadata)}
-    return {**whole, "card": metadata["card"]}
+    return {**whole, **figures(metadata["card"])}
 
 
 class ChatChunks:
@@ -93,7 +93,7 @@ class ChatChunks:
             yield self._object(delta or {"content": ""}, logprobs, {} if last else card)
         if last:
             metadata = chunk.response_metadata
-            whole = {"card": {**card.get("card", {}), **metadata["card"]}}
+            whole = figures({**card.get("card", {}), **metadata["card"]})
             yield self._object({}, None, whole, metadata["finish_reason"])
             if self._include_usage:
                 yield {**self._head, "choices": [], "usage": usage(chunk.usage_metadata)}
@@ -134,6 +134,12 @@ class ChatChunks:
         pieces = generation.pieces[self._num_pieces : self._num_pieces + num_pieces]
         self._num_pieces += num_pieces
         return {"card": progress(pieces, generation.stats)}
+
+
+def figures(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics of an answer as fields of a response: `card`, and vLLM's `metrics`."""
+    own = {name: value for name, value in card.items() if name != "speculative_decoding"}
+    return {"card": own, "metrics": {"speculative_decoding": card["speculative_decoding"]}}
 
 
 def progress(pieces: Sequence[Piece], stats: RequestStats) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Schemas of OpenAI's requests. Unknown fields are ignored; known fields that are not supported are refused by name.
+"""Schemas of OpenAI's requests.
 
-The bounds of sampling parameters are checked by `SamplingParams.check`.
+Unknown fields are ignored, because clients send fields of other servers. Known fields that are not supported are
+refused by name, and so are names that look like misspelt ones. Bounds of sampling parameters are checked by
+`SamplingParams.check`.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, model_valida
 from typing_extensions import Self
 
 from langchain_card.config import Schedule
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, check_range
 from langchain_card.serve.error_bodies import ErrorBody
 from langchain_card.serve.parsing import Number, Whole
 from langchain_card.serve.settings import MAX_MESSAGES
@@ -49,6 +52,10 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "top_k": (-1,),
 }
 """Values, by field, that clients send in place of leaving the field out."""
+MAX_TEMPERATURE = 2.0
+"""Highest temperature of a request, as with OpenAI: a higher one is a mistake."""
+MISSPELT = 0.85
+"""Similarity to a field's name from which an unknown name is refused."""
 _TEXT_ONLY = "the model reads and writes text only"
 _NO_FUNCTIONS = "use tools and tool_choice"
 
@@ -125,10 +132,15 @@ class Decoding(BaseModel):
     def _drop_absent(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        for name in body.keys() - cls.model_fields:
+            if near := difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=MISSPELT):
+                raise InvalidInputError(name, body[name], "is not a field of a request", f"did you mean {near[0]}")
         return {name: value for name, value in body.items() if not _is_absent(name, value)}
 
     @model_validator(mode="after")
-    def _check_number(self) -> Self:
+    def _check_values(self) -> Self:
+        if self.temperature is not None:
+            check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         if self.n not in (None, 1):
             raise InvalidInputError("n", self.n, "must be 1", "send the request again, with another seed")
         if self.stream_options is not None and self.stream is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -237,6 +238,18 @@ def test_options_are_forwarded_and_those_that_are_none_left_out() -> None:
     assert model._seen[0] == {"tools": []}
     assert model._seen[1] == {"tools": [], "response_format": response_format_dict(Joke), "max_tokens": 5}
     assert model._seen[2] == {"tools": tool_dicts([add]), "parallel_tool_calls": False, "tool_choice": False}
+
+
+def test_a_missing_package_is_named_where_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    model = CARDChatModel()
+    assert model.bind_tools([]) is not None
+    for field, bind in (
+        ("tools", lambda: model.bind_tools([add])),
+        ("schema", lambda: model.with_structured_output(Joke)),
+    ):
+        with pytest.raises(ModelInvalidRequestError, match=rf"{field} = .*llguidance.*langchain-card\[structured\]"):
+            bind()
 
 
 def test_calls_that_bind_nothing_are_let_through() -> None:
