@@ -161,7 +161,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     ) -> ChatResult:
         answer = self._start(messages, stop, kwargs)
         with consuming(answer.generation, self.timeout):
-            report_readings(answer.generation)
+            report_readings(answer.generation, shown=self._consumer is None)
             answer.generation.result()
             return answer.result()
 
@@ -176,7 +176,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     ) -> ChatResult:
         answer = await self._astart(messages, stop, kwargs)
         with consuming_in_task(answer.generation, self.timeout):
-            await areport_readings(answer.generation)
+            await areport_readings(answer.generation, shown=self._consumer is None)
             await answer.generation.aresult()
             return answer.result()
 
@@ -191,7 +191,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     ) -> Iterator[ChatGenerationChunk]:
         answer = self._start(messages, stop, kwargs)
         with consuming(answer.generation, self.timeout):
-            report_readings(answer.generation)
+            report_readings(answer.generation, shown=self._consumer is None)
             for piece in answer.generation:
                 chunk = answer.chunk(piece)
                 if run_manager is not None:
@@ -213,7 +213,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     ) -> AsyncIterator[ChatGenerationChunk]:
         answer = await self._astart(messages, stop, kwargs)
         with consuming_in_task(answer.generation, self.timeout):
-            await areport_readings(answer.generation)
+            await areport_readings(answer.generation, shown=self._consumer is None)
             async for piece in answer.generation:
                 chunk = answer.chunk(piece)
                 if run_manager is not None:

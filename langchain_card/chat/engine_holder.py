@@ -71,4 +71,6 @@ class EngineHolder(EngineOptions):
         if self._lease.held is not None:
             return self._lease.engine()
         with ConsoleProgress() as console:
-            return self._lease.engine(progress or console)
+            engine = self._lease.engine(progress or console)
+            engine.warm_up(progress or console)
+            return engine

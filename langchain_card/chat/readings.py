@@ -6,6 +6,7 @@ where its events go before its prompt is submitted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
@@ -21,11 +22,15 @@ from langchain_core.runnables.config import ensure_config
 from langchain_core.utils.uuid import uuid7
 from typing_extensions import override
 
+from langchain_card.chat.progress import ConsoleProgress, tokens
 from langchain_card.core.messages import Reading
 from langchain_card.engine.generation import Generation
 
 EVENT = "card_reading"
 """Name of the events. Their data are counts of tokens: `{"read": 1024, "total": 3278}`."""
+
+BAR_AFTER = 2.0
+"""Seconds of reading after which a bar is drawn, on a terminal or in a notebook."""
 
 _send: ContextVar[Callable[[dict[str, int]], Any] | None] = ContextVar("card_send", default=None)
 """Sends an event of the call in progress; a call on an event loop awaits the result."""
@@ -75,20 +80,24 @@ class ReportsReadings(BaseChatModel):
         return (config.get("callbacks"), self.callbacks, self.verbose, *tags, *metadata)
 
 
-def report_readings(generation: Generation) -> None:
-    """Send events for the call in progress until the answer begins or ends."""
+def report_readings(generation: Generation, *, shown: bool) -> None:
+    """Send events for the call in progress until the answer begins or ends, and draw a bar if `shown`."""
     send = _taken()
-    for reading in generation.readings():
-        if send is not None:
-            send(_data(reading))
+    with ConsoleProgress(lines=False, delay=BAR_AFTER if shown else math.inf) as bar:
+        for reading in generation.readings():
+            bar.update("read the prompt", reading.read, reading.total, tokens)
+            if send is not None:
+                send(_data(reading))
 
 
-async def areport_readings(generation: Generation) -> None:
-    """Send events as `report_readings` does, without blocking the event loop."""
+async def areport_readings(generation: Generation, *, shown: bool) -> None:
+    """Report as `report_readings` does, without blocking the event loop."""
     send = _taken()
-    async for reading in generation.areadings():
-        if send is not None:
-            await send(_data(reading))
+    with ConsoleProgress(lines=False, delay=BAR_AFTER if shown else math.inf) as bar:
+        async for reading in generation.areadings():
+            bar.update("read the prompt", reading.read, reading.total, tokens)
+            if send is not None:
+                await send(_data(reading))
 
 
 def _with_run_id(config: RunnableConfig | None) -> RunnableConfig:

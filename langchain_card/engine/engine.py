@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -121,6 +122,8 @@ class Engine:
 
     def _drive(self, resources: contextlib.ExitStack, progress: Progress) -> Driver:
         """Load the models in this process, and start all workers."""
+        names = " and ".join(filter(None, [self.config.model, self.config.draft_model if self._pair.draft else None]))
+        progress.update(f"load {names}", 0, 0)
         if self.config.lossy:
             log.warning("%s", lossy_note(self.config.acceptance))
         limits = self.config.limits
@@ -216,6 +219,15 @@ class Engine:
         backend.submit(generation)
         return generation
 
+    def warm_up(self, progress: Progress) -> None:
+        """Decode two tokens if kernels were compiled while the models were loaded: passes need some more of them."""
+        global _compilations
+        kernels = sys.modules.get("langchain_card.runtime.cpu.compiled")
+        if kernels is not None and kernels.num_compilations() > _compilations:
+            progress.update("compile kernels for this CPU, once: a minute", 0, 0)
+            self.submit(self.eos_ids[:1], SamplingParams(max_tokens=2)).result()
+            _compilations = kernels.num_compilations()
+
     def announce(self, count: int) -> None:
         """Announce `count` requests that are about to be submitted, so that they share their first pass."""
         self._if_open(lambda backend: backend.announce(count))
@@ -298,6 +310,9 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+
+_compilations = 0
+"""Functions that were compiled before the last `Engine.warm_up`."""
 
 _home: int | None = None
 """Id of the process that made the first engine."""

@@ -27,6 +27,9 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in files)
 
 
+_functions = list[Any]()
+
+
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function, without the GIL; the result is cached on disk if possible."""
 
@@ -37,6 +40,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             return numba.njit(nogil=True, **options)(function)
         with contextlib.suppress(AttributeError):  # numba's own names may change
             _stamp_cache(found._cache._cache_file)
+        _functions.append(found)
         return found
 
     return compile_now
@@ -51,6 +55,11 @@ def compiled_c(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any
             _stamp_cache(found._cache._cache_file)
     found.compile()
     return found
+
+
+def num_compilations() -> int:
+    """Return how often this process has compiled a function that no cache held."""
+    return sum(sum(function.stats.cache_misses.values()) for function in _functions)
 
 
 def _stamp_cache(file: Any) -> None:

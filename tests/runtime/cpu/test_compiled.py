@@ -37,3 +37,13 @@ def test_an_index_may_name_classes_that_are_gone(gone: str, tmp_path: Path, monk
     else:
         del module.Weights
     assert file._load_index() == {}
+
+
+def test_a_function_counts_as_compiled_unless_a_cache_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "doubling.py").write_text("def double(number):\n    return 2 * number\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from doubling import double  # type: ignore[import-not-found]
+
+    before = compiled.num_compilations()
+    assert compiled.compiled()(double)(2) == 4 and compiled.num_compilations() == before + 1
+    assert compiled.compiled()(double)(3) == 6 and compiled.num_compilations() == before + 1
