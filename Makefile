@@ -47,7 +47,7 @@ OLDEST_TESTS = tests/chat/test_langchain_suite.py tests/chat/test_chat_model.py 
 test-oldest: setup ## the chat model with the oldest langchain-core that it takes (two minutes)
 	@test -d $(VENV)/oldest-$(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/oldest-$(OLDEST) langchain-core==$(OLDEST)
-	@PYTHONPATH=$(VENV)/oldest-$(OLDEST) $(PYTEST) -m "not slow and not pair" $(OLDEST_TESTS)
+	@PYTHONPATH=$(VENV)/oldest-$(OLDEST) $(PYTEST) $(TWO) -m "not slow and not pair" $(OLDEST_TESTS)
 
 test-pair: setup ## the tests that need the built-in pair (about an hour on two cores)
 	@$(PYTEST) -m pair
