@@ -52,7 +52,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     loops.
 
     A call may override the decoding options: `schedule`, `max_tokens`, `temperature`, `seed`, `stop`, `top_k`, `top_p`,
-    `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs` and `tenant`:
+    `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs`, `tenant` and `adapter`:
     `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`. It may also name other models:
     `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; they stay loaded until `close()`. An option
     that is None leaves the field's value, except for `draft_model=None`, which is plain decoding.
@@ -107,7 +107,10 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
         draft = rest.pop("draft_model", self.draft_model)
         if (model, draft) == (self.model, self.draft_model):
             return self, rest
-        other = self.model_copy(update={"model": model, "draft_model": draft})
+        changes = {"model": model, "draft_model": draft}
+        if model != self.model:
+            changes |= {"adapters": {}, "adapter": ""}  # they are this model's
+        other = self.model_copy(update=changes)
         other._check_models()
         other._lease = self._other_leases.lease(other._engine_config())
         return other, rest

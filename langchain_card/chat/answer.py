@@ -16,7 +16,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 
 from langchain_card.chat.reasoning import Thoughts, hidden_marks, thinking_of
 from langchain_card.core.messages import TokenLogprob
-from langchain_card.core.request import FinishReason, RequestStats
+from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationAbortedError, GenerationTimeoutError
 from langchain_card.models.tokenizer import token_bytes
@@ -229,7 +229,7 @@ class Answer:
             "model_name": self.model,
             "model_provider": "card",
             "finish_reason": "tool_calls" if called else completion.finish_reason.value,
-            "card": statistics(completion.stats, self.generation.request.params.seed),
+            "card": statistics(completion.stats, self.generation.request.params),
         }
 
     def _usage(self, completion: Completion) -> UsageMetadata:
@@ -270,11 +270,12 @@ def _logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], tokeni
     return {"logprobs": {"content": content}}
 
 
-def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
+def statistics(stats: RequestStats, params: SamplingParams) -> dict[str, Any]:
     """Return `response_metadata["card"]`, in the terms of CONTRIBUTING.md; times in seconds."""
     seconds = stats.decode_seconds
     return {
         "schedule": stats.schedule,
+        **({"adapter": params.adapter} if params.adapter else {}),
         "tokens_per_second": round(stats.tokens_per_second, 3),
         "mean_accepted_length": round(stats.mean_accepted_length, 4),
         "acceptance_rate": round(stats.acceptance_rate, 4),
@@ -293,5 +294,5 @@ def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
         "draft_busy": round(stats.draft_busy / seconds, 4) if seconds else 0.0,
         "target_busy": round(stats.target_busy / seconds, 4) if seconds else 0.0,
         "time_to_first_token": round(stats.first_token - stats.submitted, 4),
-        "seed": seed,
+        "seed": params.seed,
     }

@@ -56,6 +56,8 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
 
     tenant: str = ""
     """Requests share keys and values with requests of the same tenant only."""
+    adapter: str = ""
+    """Name of the adapter, one of `adapters`, with which the target answers; "" for none."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds until a question is given up; None waits for ever."""
 
@@ -67,7 +69,7 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
 
     @property
     def _params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=1, tenant=self.tenant)
+        return SamplingParams(max_tokens=1, tenant=self.tenant, adapter=self.adapter)
 
     @property
     def _provider(self) -> str:

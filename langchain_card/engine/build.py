@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from langchain_card import plugins
@@ -17,10 +18,12 @@ from langchain_card.engine.driver import Driver
 from langchain_card.engine.plugin_drafters import choose
 from langchain_card.engine.prefix_folder import PrefixFolder, dependencies
 from langchain_card.engine.target_worker import TargetWorker
+from langchain_card.models.adapter import read_adapter
 from langchain_card.models.files import Progress
 from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release_model
 from langchain_card.models.store import PREFIXES, default_cache
 from langchain_card.ports import AcceptanceRule, Constraint, Observer
+from langchain_card.runtime.adapters import Adapters
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
 
@@ -69,6 +72,7 @@ def start_driver(
         execution=config.execution_on(pair.target.device.type),
         width=limits.max_window if strict else None,
         integer_kv=pair.target.integer_kv,
+        adapters=_adapters(config, model, resources),
         on_capture=_captures(progress, "target"),
     )
     prefixes = _prefixes(config, pair.target, target, resources)
@@ -116,6 +120,15 @@ def _acquire(spec: ModelSpec, resources: contextlib.ExitStack) -> Any:
     model = acquire_model(spec)
     resources.callback(release_model, spec)
     return model
+
+
+def _adapters(config: EngineConfig, model: Any, resources: contextlib.ExitStack) -> Adapters | None:
+    """Return the target's adapters, on the model until `resources` is closed; None without any."""
+    if not config.adapters:
+        return None
+    adapters = Adapters(model, [read_adapter(name, Path(folder)) for name, folder in config.adapters])
+    resources.callback(adapters.remove)
+    return adapters
 
 
 def _prefixes(

@@ -179,7 +179,7 @@ class TargetWorker:
             guide = Guide(self._constrain(params.grammar), begin.request.eos_ids, params.max_tokens)
         sampler = Sampler(params, begin.request.prompt_ids, guide)
         sampler.commit(begin.output_ids)
-        cache = self._runner.open(text[:-1], params.tenant)
+        cache = self._runner.open(text[:-1], params.tenant, params.adapter)
         loading = None if self._prefixes is None else self._prefixes.load(cache, text[:-1])
         return _Sequence(begin, cache, sampler, loading, known=cache.length, cached=cache.length)
 

@@ -90,7 +90,7 @@ def check_budget(
     Raises:
         DeviceError: it does not fit; the message lists what each part takes, and what would fit.
     """
-    parts = [ModelNeeds("target", pair.target, target_scratch)]
+    parts = [ModelNeeds("target", pair.target, target_scratch, pair.adapter_bytes)]
     if pair.draft is not None:
         parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
     parts += [ModelNeeds(f"stack {n} ({spec.name})", spec, draft_scratch) for n, spec in enumerate(pair.stack, 1)]
@@ -116,6 +116,7 @@ class ModelNeeds:
         role: "target", "draft" or "stack 1 (its name)".
         spec: the model.
         scratch: unverified rows of a sequence.
+        adapters: bytes of adapters.
 
     Attributes:
         weights: bytes of parameters; 0 if the process has loaded them already, or another level of the stack loads
@@ -123,8 +124,8 @@ class ModelNeeds:
         shares: by device, its shares of the weights and of the KV.
     """
 
-    def __init__(self, role: str, spec: ModelSpec, scratch: int) -> None:
-        self.role, self.spec, self.scratch = role, spec, scratch
+    def __init__(self, role: str, spec: ModelSpec, scratch: int, adapters: int = 0) -> None:
+        self.role, self.spec, self.scratch, self.adapters = role, spec, scratch, adapters
         self.weights = 0 if is_loaded(spec) else weight_bytes(spec)
         self._config = read_config(spec.folder).get_text_config()
         self.shares = {spec.device: (1.0, 1.0)}
@@ -171,6 +172,7 @@ class _Load:
         of = {part: part.shares[self.device] for part in self.parts}
         sizes = {f"{part.role} weights": round(part.weights * of[part][0]) for part in self.parts}
         sizes |= {f"{part.role} KV": round(num_seqs * part.kv(positions) * of[part][1]) for part in self.parts}
+        sizes |= {f"{part.role} adapters": round(part.adapters * of[part][0]) for part in self.parts if part.adapters}
         return sizes | {"working memory": FIXED_RESERVE + sum(part.working(positions) for part in self.parts)}
 
     def fits(self, num_seqs: int, positions: int) -> bool:

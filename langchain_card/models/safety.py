@@ -42,12 +42,12 @@ def inspect_folder(path: Path) -> list[Path]:
         CorruptModelError: weights are missing or truncated.
     """
     _refuse_code(path)
-    config = _read_json(path / "config.json", MAX_CONFIG_BYTES)
+    config = read_json(path / "config.json", MAX_CONFIG_BYTES)
     if not isinstance(config, dict):
         raise UnsafeModelError("config.json", str(path), "must be a JSON object")
     _check_dimensions(config)
     for file in sorted(path.glob("*config.json")):
-        _check_fields(file.name, _read_json(file, MAX_CONFIG_BYTES if file.name == "config.json" else MAX_JSON_BYTES))
+        _check_fields(file.name, read_json(file, MAX_CONFIG_BYTES if file.name == "config.json" else MAX_JSON_BYTES))
     files = weight_files(path)
     for file in files:
         check_safetensors(file)
@@ -110,7 +110,12 @@ def _refuse_code(path: Path) -> None:
         raise UnsafeModelError("model folder", "adapter_config.json", limit, "merge the adapter into its base model")
 
 
-def _read_json(path: Path, limit: int) -> Any:
+def read_json(path: Path, limit: int) -> Any:
+    """Return the content of a JSON file of a model.
+
+    Raises:
+        UnsafeModelError: the file is missing, larger than `limit` bytes, or not JSON.
+    """
     if not path.is_file():
         raise UnsafeModelError("model folder", str(path.parent), f"has no {path.name}", "check the path")
     if path.stat().st_size > limit:
@@ -122,7 +127,7 @@ def _read_json(path: Path, limit: int) -> Any:
 
 
 def _index_names(path: Path) -> list[str]:
-    index = _read_json(path / INDEX, MAX_JSON_BYTES)
+    index = read_json(path / INDEX, MAX_JSON_BYTES)
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise UnsafeModelError(INDEX, type(index).__name__, "weight_map must map tensor names to file names")

@@ -14,7 +14,8 @@ from the last committed position down to it) is a list of slots. Keeping rows co
 rejecting them costs nothing.
 
 A closed sequence leaves its text behind, from which other threads may read. The next one takes over the longest prefix
-that it shares with any text of its tenant. Texts of other tenants are never shared: response times would reveal them.
+that it shares with any text of the same owner: the tenant, and the adapter that keys and values depend on. Texts of
+other tenants are never shared: response times would reveal them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+from langchain_card.runtime.adapters import NONE
 
 
 class KVStorage(Protocol):
@@ -136,14 +139,14 @@ class KVPool(Generic[Storage]):
         """Number of sequences that can still be opened."""
         return len(self._free)
 
-    def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
-        """Open a sequence for a tenant's text; a prefix known from other texts of the tenant is committed already.
+    def open(self, token_ids: Sequence[int] = (), owner: str = "") -> KVCache:
+        """Open a sequence for an owner's text; a prefix known from other texts of the owner is committed already.
 
         A free sequence that consists of the prefix alone is continued in place. From other sequences, whose texts may
         be wanted again, the prefix is copied to the sequence that was unused longest.
         """
         assert self._free, "more sequences are open than there is room for"
-        known = [common_prefix(old.token_ids, token_ids) * (old.tenant == tenant) for old in self._caches]
+        known = [common_prefix(old.token_ids, token_ids) * (old.owner == owner) for old in self._caches]
         shared = max(known)
         donor = self._caches[known.index(shared)]
         free = self._low() if self._compact else self._free
@@ -152,7 +155,7 @@ class KVPool(Generic[Storage]):
         with self.lock:
             if cache is not donor and shared:
                 self.kv.copy(range(donor.first_position, donor.first_position + shared), cache.first_position)
-            cache.token_ids, cache.tenant = list(token_ids[:shared]), tenant
+            cache.token_ids, cache.owner = list(token_ids[:shared]), owner
         return cache
 
     def _low(self) -> list[KVCache]:
@@ -180,13 +183,14 @@ class KVCache:
         index: index of the sequence in the pool.
         base: first slot of the sequence in the pool.
         token_ids: tokens of the committed positions.
-        tenant: owner of the text.
+        owner: of the text.
+        adapter: number of the adapter with which it is read (`adapters.NONE` for none).
     """
 
     def __init__(self, pool: KVPool[Any], index: int) -> None:
         self.pool, self.index, self.base = pool, index, index * pool.num_slots
         self.token_ids: list[int] = []
-        self.tenant = ""
+        self.owner, self.adapter = "", NONE
 
     @property
     def length(self) -> int:
@@ -205,20 +209,20 @@ class KVCache:
             self.pool.kv.copy([self.base + slot for slot in slots], self.base + here)
         self.token_ids += token_ids
 
-    def read(self, start: int, token_ids: list[int], tenant: str) -> dict[str, Tensor] | None:
+    def read(self, start: int, token_ids: list[int], owner: str) -> dict[str, Tensor] | None:
         """Return a copy of a text's keys and values from a position on, from any thread.
 
         Args:
             start: first position, in whole blocks of the storage.
             token_ids: of all positions up to the last one that is returned.
-            tenant: owner of the text.
+            owner: of the text.
 
         Returns:
             What the storage's `read` returns; None if the sequence holds another text by now.
         """
         first, stop = self.first_position, len(token_ids)
         with self.pool.lock:
-            if (self.tenant, self.token_ids[:stop]) != (tenant, token_ids):
+            if (self.owner, self.token_ids[:stop]) != (owner, token_ids):
                 return None
             parts: dict[str, Tensor] = self.pool.kv.read(first + start, first + stop)
             return parts

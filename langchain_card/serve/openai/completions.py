@@ -29,8 +29,8 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        service.check_name(body.model)
-        text = Continuation(service.reader(request, consumer := AnswerConsumer()), body, consumer)
+        model = service.reader(request, consumer := AnswerConsumer(), body.model)
+        text = Continuation(model, body, consumer)
         if body.stream:
             return await Exchange(service, request, text.stream(), consumer, "prompt").stream(list)
         return JSONResponse(await Exchange(service, request, text.whole(), consumer, "prompt").whole())
@@ -134,4 +134,4 @@ def _usage(generation: Generation, stats: RequestStats) -> dict[str, Any] | None
 
 
 def _card(generation: Generation, stats: RequestStats) -> dict[str, Any]:
-    return figures(statistics(stats, generation.request.params.seed))
+    return figures(statistics(stats, generation.request.params))
