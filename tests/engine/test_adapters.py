@@ -93,7 +93,11 @@ def test_one_batch_has_the_answers_of_the_merged_models(
 
 
 def logits(runner: ModelRunner, name: str) -> torch.Tensor:
-    return torch.cat([*runner.follow(runner.open((), "", name), [(3 * i * i) % 250 for i in range(40)])])
+    cache = runner.open((), "", name)
+    got = torch.cat([*runner.follow(cache, [(3 * i * i) % 250 for i in range(40)])])
+    runner.close(cache)
+    runner.pool.forget()
+    return got
 
 
 @pytest.mark.parametrize("fused", [True, False])

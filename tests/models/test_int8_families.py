@@ -23,7 +23,10 @@ def logits(**settings: Any) -> torch.Tensor:
     return torch.cat([*runner.follow(runner.open(), TEXT)]).float()
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+REFUSED = ("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe")  # by the conversion, which names what it lacks
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in REFUSED])
 def test_blocks_compute_nearly_what_floats_do(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     folder = tiny.save_random(tiny.FAMILIES[family](), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,9 @@ def make(base: str, folder: Path, seed: int, **options: Any) -> Made:
     torch.manual_seed(seed)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **options})
     base_model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
-    model: Any = peft.get_peft_model(base_model, config, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an old name of transformers
+        model: Any = peft.get_peft_model(base_model, config, autocast_adapter_dtype=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
