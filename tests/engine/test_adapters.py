@@ -213,7 +213,7 @@ def test_damaged_adapters_are_refused(made: dict[str, dict[str, Made]], tmp_path
     for words, changed in (
         ("not finite", {first: tensors[first] * float("nan")}),
         ("one rank", {first: tensors[first][:1]}),
-        ("no part of a linear layer", {"base_model.model.lm_head.weight": tensors[first]}),
+        ("no part of a linear layer", {"base_model.model.lm_head.weight": tensors[first].clone()}),
     ):
         save_file({**tensors, **changed}, tmp_path / WEIGHTS)
         with pytest.raises((InvalidInputError, CorruptModelError), match=words):
