@@ -43,8 +43,8 @@ CARD_WORDS: Mapping[str, str] = {
     "draft_busy": "Share of the time after the first token in which the draft took steps.",
     "target_busy": "Share of the time after the first token in which the target took steps.",
     "seed": "Seed of the draw; chosen for the call if none was given.",
-    "time_to_first_token": "Seconds from the call to the first token, queueing and all work on the prompt included, but "
-    "not `load_time`.",
+    "time_to_first_token": "Seconds from the call to the first token: work on the prompt, queueing and reading. "
+    "`load_time` is apart.",
     "load_time": "Seconds that the call waited for weights; near 0 if they were loaded.",
 }
 
