@@ -25,9 +25,13 @@
 # probability of a label is the chance that it is the model's whole answer, among all labels.
 
 # %%
+import warnings
+
 from langchain_core.decisions import Choice, Noul, Score
 
 from langchain_card import CARDDecisionModel
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
 
 decide = CARDDecisionModel().load()
 team = Choice(

@@ -78,11 +78,15 @@ for document in retriever.invoke(question):
 # those are read once.
 
 # %%
+import warnings
+
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
 from langchain_card import CARDChatModel
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that this page does not need
 
 model = CARDChatModel(max_tokens=60).load()
 prompt = ChatPromptTemplate.from_messages(
