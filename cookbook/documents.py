@@ -23,7 +23,8 @@
 # ## The pages
 #
 # The guides are split at their headings. A retriever is any runnable that returns documents. This one counts the words
-# that a section shares with the question, and rare words count more. For more text, put a vector store here.
+# that a section shares with the question; rare words count more, and those of long sections less. For more text, put a
+# vector store here.
 
 # %%
 import math
@@ -54,7 +55,8 @@ def find(question, count=1):
     """Returns the sections that share the most telling words with the question."""
 
     def score(section):
-        return sum(math.log(len(sections) / seen[word]) for word in words(question) & words(section.page_content))
+        own = words(section.page_content)
+        return sum(math.log(len(sections) / seen[word]) for word in words(question) & own) / math.sqrt(len(own))
 
     return sorted(sections, key=score, reverse=True)[:count]
 
