@@ -44,7 +44,9 @@ CARD_WORDS: Mapping[str, str] = {
     "draft_busy": "Share of the time after the first token in which the draft took steps.",
     "target_busy": "Share of the time after the first token in which the target took steps.",
     "seed": "Seed of the draw; chosen for the call if none was given.",
-    "time_to_first_token": "Seconds from the call to the first token, queueing and reading the prompt included.",
+    "time_to_first_token": "Seconds from the call to the first token: work on the prompt, queueing and reading. "
+    "`load_time` is apart.",
+    "load_time": "Seconds that the call waited for weights; near 0 if they were loaded.",
 }
 
 
@@ -103,7 +105,7 @@ def card() -> str:
     """Return the keys of `response_metadata["card"]`, described as in `RequestStats` where they are the same."""
     words = field_docs.attribute_docs(RequestStats)
     words |= {name: each.__doc__ for name, each in vars(RequestStats).items() if isinstance(each, property)}
-    keys = answer.statistics(RequestStats(lossy=True), SamplingParams(adapter="tuned"))
+    keys = answer.statistics(RequestStats(lossy=True), SamplingParams(adapter="tuned"), called=0.0)
     return table("key | meaning", ((code(key), CARD_WORDS.get(key) or words.get(key, "")) for key in keys))
 
 

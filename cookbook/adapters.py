@@ -69,7 +69,9 @@ trained = get_peft_model(
 
 def example(letter: str, team: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of a conversation, and those of the answer alone as labels."""
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": letter}], add_generation_prompt=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": letter}], add_generation_prompt=True)[
+        "input_ids"
+    ]
     answer = tokenizer(f"team: {team}<|im_end|>")["input_ids"]
     return torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])
 

@@ -28,6 +28,8 @@ from langchain_card.engine.labels import LabelWeighing
 from langchain_card.errors import InvalidInputError
 from langchain_card.text.prompt import check_size, encode, num_chars, text_ids, to_conversation
 
+_SHORTEN = "shorten the state"
+
 
 class CARDDecisionModel(EngineHolder, BaseDecisionModel):
     """A local decision model: its probabilities are those of the target model's own answers.
@@ -83,7 +85,7 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
                 with contextlib.ExitStack() as stack:
                     for weighing in part:
                         weighing.start()
-                        stack.enter_context(consuming(weighing, self.timeout))
+                        stack.enter_context(consuming(weighing, self.timeout, _SHORTEN))
                     for weighing in part:
                         weighing.result()
             return self._response(questions, weighings)
@@ -98,7 +100,7 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
                 with contextlib.ExitStack() as stack:
                     for weighing in part:
                         weighing.start()
-                        stack.enter_context(consuming_in_task(weighing, self.timeout))
+                        stack.enter_context(consuming_in_task(weighing, self.timeout, _SHORTEN))
                     for weighing in part:
                         await weighing.aresult()
             return self._response(questions, weighings)

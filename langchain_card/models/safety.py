@@ -1,7 +1,8 @@
 """Inspect a model folder before transformers opens it: no pickle, no code, no escaping paths, no absurd sizes.
 
 Nothing in the folder is executed or unpickled. JSON files are parsed within size limits; of weight files only the
-headers are read.
+headers are read. Code and pickles that lie beside safetensors are never opened. Code would run only where a config
+names it, or from a folder in which transformers looks for it; both are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 from langchain_card.errors import CorruptModelError, UnsafeModelError
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-CODE = (".py", ".pyc", ".so", ".dll", ".dylib")
+CODE_FOLDER = "custom_generate"
+"""Folder from which some versions of transformers import code that no config names."""
+
 MAX_CONFIG_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 26
 INDEX = "model.safetensors.index.json"
@@ -38,7 +41,7 @@ def inspect_folder(path: Path) -> list[Path]:
         The safetensors files that make up the model's weights.
 
     Raises:
-        UnsafeModelError: pickle weights, code, `auto_map`, an escaping path, or a config out of bounds.
+        UnsafeModelError: only pickle weights, `auto_map`, a `CODE_FOLDER`, an escaping path, or a config out of bounds.
         CorruptModelError: weights are missing or truncated.
     """
     _refuse_code(path)
@@ -101,10 +104,9 @@ def check_safetensors(path: Path) -> dict[str, str]:
 
 
 def _refuse_code(path: Path) -> None:
-    for file in path.rglob("*"):
-        if file.suffix.lower() in CODE:
-            hint = "remove it if you trust the rest of the folder; this package never runs it"
-            raise UnsafeModelError("model folder", str(file.relative_to(path)), "code beside weights is refused", hint)
+    if (path / CODE_FOLDER).exists():
+        limit = "is a folder from which transformers may run code of the model's author"
+        raise UnsafeModelError("model folder", CODE_FOLDER, limit, "delete it; the model answers without it")
     if (path / "adapter_config.json").exists():
         limit = "an adapter names another model to load"
         raise UnsafeModelError("model folder", "adapter_config.json", limit, "merge the adapter into its base model")
@@ -152,7 +154,9 @@ def _check_fields(file: str, document: Any) -> None:
     """Raise if a field would make transformers fetch or import code."""
     for key, value in _walk(document):
         if key in ("auto_map", "custom_pipelines"):
-            raise UnsafeModelError(f"{file}: {key}", value, "would import code of the model's author", "remove it")
+            limit = "would import code of the model's author, which this package never runs"
+            hint = f"if transformers knows the model_type itself, delete {key} from {file}; else use another release"
+            raise UnsafeModelError(f"{file}: {key}", value, limit, hint)
         if "attn_implementation" in key and isinstance(value, str) and "/" in value:
             raise UnsafeModelError(f"{file}: {key}", value, "would fetch a kernel from the hub", "remove it")
 

@@ -89,7 +89,8 @@ class ModelRunner:
         """Open a sequence; a prefix that is known from the tenant's texts with this adapter is committed already."""
         if self._adapters is None:
             return self.pool.open(token_ids, tenant)
-        cache = self.pool.open(token_ids, "\n".join(filter(None, [tenant, self._adapters.digest(adapter)])))
+        owner = f"{tenant}\n{self._adapters.digest(adapter)}" if adapter else tenant  # no tenant has a line break
+        cache = self.pool.open(token_ids, owner)
         cache.adapter = self._adapters.number(adapter)
         return cache
 

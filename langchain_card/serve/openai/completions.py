@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class Continuation:
         self._model, self._body, self._consumer = model, body, consumer
         self._head = head("text_completion", "cmpl", body.model)
         self._length = 0  # characters of the text so far
+        self._called = time.perf_counter()
 
     async def whole(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the whole text as one object."""
@@ -62,7 +64,7 @@ class Continuation:
                 **self._head,
                 "choices": [choice],
                 "usage": _usage(generation, completion.stats),
-                **_card(generation, completion.stats),
+                **_card(generation, completion.stats, self._called),
             }
 
     async def stream(self) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -78,7 +80,7 @@ class Continuation:
                 else:
                     yield []
             completion = generation.completion()
-            card = _card(generation, completion.stats)
+            card = _card(generation, completion.stats, self._called)
             if body.card:
                 card["card"] = {**progress([], completion.stats), **card["card"]}
             end = [{**start, "choices": [self._choice("", None, completion.finish_reason.value)], **card}]
@@ -133,5 +135,5 @@ def _usage(generation: Generation, stats: RequestStats) -> dict[str, Any] | None
     return usage(counts)
 
 
-def _card(generation: Generation, stats: RequestStats) -> dict[str, Any]:
-    return figures(statistics(stats, generation.request.params))
+def _card(generation: Generation, stats: RequestStats, called: float) -> dict[str, Any]:
+    return figures(statistics(stats, generation.request.params, called))
