@@ -124,9 +124,8 @@ def test_an_end_of_text_comes_last() -> None:
 def test_what_fits_is_what_is_accepted(case: str) -> None:
     """Along random texts of every case: the first token that does not fit is the first that is refused."""
     for seed in range(4):
-        rng, state, said = random.Random(seed), start(CASES[case]), list[int]()
-        for said in walk(state.fork(), rng, "bytes", 12):
-            pass
+        rng, state = random.Random(seed), start(CASES[case])
+        *_, said = walk(state.fork(), rng, "bytes", 12)
         for change in (None, rng.randrange(256), eos("bytes")):
             ahead = said if change is None else [*said[: rng.randrange(len(said) + 1)], change, *said[:1]]
             behind, count = state.fork(), 0
