@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter, defaultdict
@@ -72,7 +71,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.verified, self.dropped, self.proposed = Counter[str](), Counter[str](), Counter[str]()
-        self.forbidden: list[tuple[str, tuple[int, ...], int]] = []
+        self.forbidden: list[tuple[str, tuple[int, ...] | None, int]] = []
         self._grammars: dict[int, str] = {}
         self._answers = defaultdict[int, list[int]](list)
 
@@ -92,11 +91,11 @@ class Watch:
                     self._answers[request_id] += token_ids
 
     def _check(self, window: m.Window) -> None:
-        texts = [tuple(self._answers[window.request_id])]
-        rows = zip(window.parents[1:], window.token_ids[1:], window.sources, strict=True)
-        for parent, token, source in itertools.chain(rows):
+        texts: list[tuple[int, ...] | None] = [tuple(self._answers[window.request_id])]
+        for parent, token, source in zip(window.parents[1:], window.token_ids[1:], window.sources, strict=True):
             self.verified[source] += 1
             before = texts[parent]
-            if not (EOS not in before and bool(mask(matcher(self._grammars[window.request_id], before))[token])):
+            may = before is not None and bool(mask(matcher(self._grammars[window.request_id], before))[token])
+            if not may:
                 self.forbidden.append((source, before, token))
-            texts.append((*before, token))
+            texts.append((*before, token) if before is not None and may and token != EOS else None)
