@@ -83,7 +83,7 @@ def test_a_plugin_has_nothing_verified_that_the_grammar_forbids(tiny_pairs: Pair
     """15 seconds each: two engines."""
     watch = watched(tiny_pairs["llama"], **HOSTS[host])
     assert not watch.forbidden, watch.forbidden[0]
-    assert watch.verified["trees"] > 100 < watch.dropped["trees"], "some are allowed, and some are not"
+    assert watch.verified["trees"] > 30 < watch.dropped["trees"], "some are allowed, and some are not"
 
 
 @pytest.mark.slow
