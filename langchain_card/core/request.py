@@ -157,7 +157,7 @@ class RequestStats:
             the rule answers this request exactly.
         hits: rounds whose last token was already in the cache.
         closed: whether the end of the grammar was written early, because `max_tokens` came near.
-        dropped: proposed candidates that arrived under a dead branch or an old epoch.
+        dropped: proposed candidates that arrived under a dead branch or without a chance.
         target_busy: seconds in target steps after the first token.
         draft_busy: seconds in draft steps after the first token.
         cached_tokens: tokens of the prompt that were not read, because an earlier request had read them.

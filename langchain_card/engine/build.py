@@ -6,11 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from langchain_card import plugins
 from langchain_card.config import EngineConfig
+from langchain_card.constraints.draft_grammars import DraftGrammars
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.engine.drafter_hosts import needs_process, setting_of, transport_makers
@@ -56,7 +58,8 @@ def start_driver(
     setting = setting_of(config, pair, constrain)
     rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
     steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)
-    beside, below = choose(config, setting, resources)
+    for_drafters = replace(setting, constrain=DraftGrammars(constrain).start)
+    beside, below = choose(config, for_drafters, resources)
     model = _acquire(pair.target, resources)
     drafts = [] if pair.draft is None or apart else [_acquire(spec, resources) for spec in (pair.draft, *pair.stack)]
     threads = ThreadPlan(
@@ -92,7 +95,8 @@ def start_driver(
             prefixes=prefixes,
         )
 
-    makers = transport_makers(config, pair, threads, drafts, setting, beside, below, _captures(progress, "draft"))
+    captures = _captures(progress, "draft")
+    makers = transport_makers(config, pair, threads, drafts, for_drafters, beside, below, captures)
     shared = pair.draft is None or pair.draft.device == pair.target.device
     overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
