@@ -49,7 +49,7 @@ for path, file in state.get("files", {}).items():
 # as long. And the model first writes a plan: each step with the tool that does it, in a form that is enforced. Then each
 # step is a call that it must make. Without a plan, a model of this size stops after its first call.
 #
-# The plan is one more answer. The stream of tokens shows it before the first call.
+# The plan is one more answer, the first. It is in no message; a callback sees it.
 
 # %%
 from langchain_core.callbacks import BaseCallbackHandler

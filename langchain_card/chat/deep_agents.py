@@ -7,7 +7,7 @@ line each. `PlannedSteps` is for the built-in models, which are too small to see
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from deepagents import (
     GeneralPurposeSubagentProfile,
@@ -22,6 +22,7 @@ from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from langgraph.constants import TAG_NOSTREAM
 from langgraph.types import Command
 from typing_extensions import NotRequired, TypedDict, override
 
@@ -95,7 +96,7 @@ def _with_short_tools(request: Request) -> Request:
 
 def _short(tool: BaseTool | dict[str, Any]) -> BaseTool | dict[str, Any]:
     """Return a file tool of deepagents with short texts, and any other tool as it is."""
-    schema = getattr(tool, "args_schema", None)
+    schema: Any = getattr(tool, "args_schema", None)
     if not isinstance(tool, BaseTool) or getattr(schema, "__module__", "") != "deepagents.middleware.filesystem":
         return tool
     parameters = _without_texts(schema.model_json_schema())
@@ -148,7 +149,7 @@ class PlannedSteps(AgentMiddleware[PlanState, Any, Any]):
         self, request: Request, handler: Callable[[Request], Response]
     ) -> Response | ExtendedModelResponse[Any]:
         if not _is_first(request):
-            return handler(_for_step(request, request.state.get("plan", [])))
+            return handler(_for_step(request, _plan(request)))
         plan = _planner(request).invoke(_planning(request))["steps"]
         return _with_plan(handler(_for_step(request, plan)), plan)
 
@@ -157,9 +158,13 @@ class PlannedSteps(AgentMiddleware[PlanState, Any, Any]):
         self, request: Request, handler: Callable[[Request], Awaitable[Response]]
     ) -> Response | ExtendedModelResponse[Any]:
         if not _is_first(request):
-            return await handler(_for_step(request, request.state.get("plan", [])))
+            return await handler(_for_step(request, _plan(request)))
         plan = (await _planner(request).ainvoke(_planning(request)))["steps"]
         return _with_plan(await handler(_for_step(request, plan)), plan)
+
+
+def _plan(request: Request) -> list[Step]:
+    return cast(PlanState, request.state).get("plan", [])
 
 
 def _with_plan(response: Response, plan: list[Step]) -> ExtendedModelResponse[Any]:
@@ -196,7 +201,8 @@ def _planner(request: Request) -> Runnable[Any, Any]:
     }
     steps = {"type": "array", "maxItems": MAX_STEPS, "items": step}
     properties = {"title": "plan", "type": "object", "properties": {"steps": steps}, "required": ["steps"]}
-    return request.model.with_structured_output({**properties, "additionalProperties": False})
+    planner = request.model.with_structured_output({**properties, "additionalProperties": False})
+    return planner.with_config(run_name="plan", tags=[TAG_NOSTREAM])  # not in streams of messages
 
 
 def _planning(request: Request) -> list[AnyMessage]:

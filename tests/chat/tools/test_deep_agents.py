@@ -50,7 +50,9 @@ class Plain(Scripted):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CARDChatModel]:
-    with CARDChatModel(**{**make_pair(tmp_path_factory.mktemp("pair")), "max_model_len": 16384}).load() as model:
+    with CARDChatModel(
+        **{**make_pair(tmp_path_factory.mktemp("pair")), "max_model_len": 16384, "max_tokens": 400}
+    ).load() as model:
         yield model
 
 
