@@ -136,11 +136,12 @@ def failing(constrain: Callable[[str], Constraint], method: str) -> Callable[[st
 def test_a_grammar_that_fails_in_a_draft_costs_speed_alone(
     tiny_pairs: Pairs, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said once, and all drafters go on."""
+    """It is said once, and all drafters go on. Masks are the model's alone: without them, the check of tokens holds."""
     monkeypatch.setattr(build, "DraftGrammars", lambda constrain: DraftGrammars(failing(constrain, method)))
     model, draft = tiny_pairs["llama"]
     watch = watched((model, draft), draft_model=draft, drafters=("free",))
-    assert watch.forbidden and watch.verified["model"] > 50 < watch.verified["trees"]
+    assert bool(watch.forbidden) is (method != "allowed")
+    assert watch.verified["model"] > 50 and watch.verified["trees"] > 30
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("a draft cannot follow the grammar of a request") and "KeyError: 'planted'" in said
 
