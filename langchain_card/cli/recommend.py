@@ -15,7 +15,6 @@ from langchain_card.bench.machine import memory_bandwidth
 from langchain_card.config import EngineConfig
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.errors import DeviceError
-from langchain_card.models import draft_form
 from langchain_card.models.budget import (
     ModelNeeds,
     check_needs,
@@ -28,6 +27,7 @@ from langchain_card.models.headers import DEFAULT_MAX_LEN
 from langchain_card.models.loader import ModelSpec
 from langchain_card.models.placement import find_device
 from langchain_card.models.store import ModelStore
+from langchain_card.runtime import draft_form
 
 PAIRS = (
     ("code", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"),

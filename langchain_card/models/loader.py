@@ -15,7 +15,6 @@ import torch
 
 from langchain_card.config import NGRAM, QUANTIZATIONS, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
-from langchain_card.models import draft_form
 from langchain_card.models.adapter import adapter_bytes
 from langchain_card.models.download import BUILTINS
 from langchain_card.models.files import Progress
@@ -26,6 +25,7 @@ from langchain_card.models.registry import Registry
 from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
+from langchain_card.runtime import draft_form
 from langchain_card.runtime.attention import ATTENTION_NAME, register
 from langchain_card.runtime.families import check_family, context_length, empty_model, is_common, read_config
 from langchain_card.runtime.grid_steps import compile_layers

@@ -112,7 +112,7 @@ class FusedLayer(nn.Module):
         found = self.take_adapters(layers, take)
         return {self: low_rank.lay_out([found])[1][0]} if low_rank.any_adapters([found]) else {}
 
-    def take_adapters(self, layers: str, take: TakeAdapters) -> list[list[low_rank.Part]]:
+    def take_adapters(self, layers: str, take: TakeAdapters) -> list[list[low_rank.AdaptedPart]]:
         """Return for each matrix the adapters of the linear layers in it."""
         half = self.gate_up.out_features // 2
         matrices = [
@@ -123,7 +123,7 @@ class FusedLayer(nn.Module):
         ]
         return [
             [
-                low_rank.Part(take(f"{layers}.{self.layer_idx}.{parent}.{name}", matrix.in_features, size), size)
+                low_rank.AdaptedPart(take(f"{layers}.{self.layer_idx}.{parent}.{name}", matrix.in_features, size), size)
                 for name, size in zip(names, sizes, strict=True)
             ]
             for matrix, parent, names, sizes in matrices

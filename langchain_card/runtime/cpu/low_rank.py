@@ -58,19 +58,19 @@ def no_adapters(layers: int | None = None) -> LayerAdapters:
     return LayerAdapters(np.empty(0, np.int64), nothing, nothing, nothing, nothing)
 
 
-class Part(NamedTuple):
+class AdaptedPart(NamedTuple):
     """A linear layer in a matrix: its adapters, None for none, and its number of outputs."""
 
     adapters: Stacked | None
     outputs: int
 
 
-def any_adapters(layers: Sequence[Sequence[Sequence[Part]]]) -> bool:
+def any_adapters(layers: Sequence[Sequence[Sequence[AdaptedPart]]]) -> bool:
     """Return whether a part of any matrix of any layer has adapters."""
     return any(part.adapters is not None for layer in layers for matrix in layer for part in matrix)
 
 
-def lay_out(layers: Sequence[Sequence[Sequence[Part]]]) -> tuple[LayerAdapters, list[LayerAdapters]]:
+def lay_out(layers: Sequence[Sequence[Sequence[AdaptedPart]]]) -> tuple[LayerAdapters, list[LayerAdapters]]:
     """Return the adapters of a stack of layers, and those of each layer in the same memory.
 
     Args:
@@ -82,7 +82,7 @@ def lay_out(layers: Sequence[Sequence[Sequence[Part]]]) -> tuple[LayerAdapters, 
     return LayerAdapters(rows, *stacks), [LayerAdapters(rows, *each) for each in own]
 
 
-def _matrix(layers: Sequence[Sequence[Part]]) -> LowRank:
+def _matrix(layers: Sequence[Sequence[AdaptedPart]]) -> LowRank:
     """Lay out the adapters of one matrix of all layers. A component is a row of `a` and belongs to one part."""
     found = [part.adapters for parts in layers for part in parts if part.adapters is not None]
     if not found:
