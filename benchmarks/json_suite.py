@@ -8,7 +8,8 @@ Three counts, none of them a time:
   target has a mask, and no text is known to be forced.
 - *Invalid documents*: those that are no JSON, or that `jsonschema` refuses.
 - *Longest gap* between the tokens of an answer, in passes of the target, and the longest run of passes that brought
-  one token each.
+  one token each. Every pass brings a token, so a gap of more than one pass would be a fault of the protocol; a stall
+  of the draft shows in the run. The longest gap over the median one, in CPU seconds, shows a stall of masks.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Counts:
         tokens, passes: of all documents.
         longest_gap: passes of the target between two tokens of an answer, at most.
         longest_run: passes in a row that brought one token each, at most.
-        slowest_gap: the longest gap over the median one, by the clock.
+        slowest_gap: the longest gap over the median one, in CPU seconds of the target's process.
+        accepted: candidates that became tokens, by drafter.
     """
 
     documents: int = 0
@@ -97,7 +99,12 @@ class Counts:
 
 
 class Gaps:
-    """An observer of an engine with one request at a time: passes between the tokens of an answer."""
+    """An observer of an engine with one request at a time: passes between the tokens of an answer.
+
+    Attributes:
+        longest: see `Counts`; so are `longest_run` and `slowest_gap`.
+        seconds: CPU seconds of each gap.
+    """
 
     def __init__(self) -> None:
         self.longest = self.longest_run = 0
@@ -112,7 +119,7 @@ class Gaps:
             elif isinstance(effect, m.Verify):
                 self._passes += 1
             elif isinstance(effect, m.Emit):
-                now = time.perf_counter()
+                now = time.process_time()
                 if self._last is not None:  # else the passes read the prompt
                     self.longest = max(self.longest, self._passes)
                     self.seconds.append(now - self._last)
