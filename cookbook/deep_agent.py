@@ -68,7 +68,7 @@ class Answers(BaseCallbackHandler):
         print(message.text or [call["name"] for call in message.tool_calls])
 
 
-agent.invoke({"messages": [("user", task)]}, {"callbacks": [Answers()]})
+state = agent.invoke({"messages": [("user", task)]}, {"callbacks": [Answers()]})
 
 # %% [markdown]
 # ## Files that exist, and tools of your own

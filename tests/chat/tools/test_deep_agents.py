@@ -102,16 +102,12 @@ async def test_a_plan_is_followed_call_by_call(model: CARDChatModel, run: str) -
 
 
 def test_a_step_is_a_call_of_its_tool_whatever_the_model_would_say(model: CARDChatModel) -> None:
+    plan = json.dumps({"steps": [{"instruction": "look", "function": "ls"}]})
     agent = deepagents.create_deep_agent(model, middleware=[PlannedSteps()])
-    answer = {"name": "ls", "arguments": {"path": "/"}}
-
-    def strays(prompt: str) -> str:
-        return follows(prompt) if "Split the task" in prompt or "All steps" in prompt else fenced(answer)
-
-    with played(strays, model._engine().tokenizer):
-        state = agent.invoke(TASK, {"recursion_limit": 20})
-    called = [call["name"] for message in state["messages"] if message.type == "ai" for call in message.tool_calls]
-    assert called == [call["name"] for call in CALLS][: len(called)] and called
+    with played(lambda prompt: plan if "Split the task" in prompt else "Done.", model._engine().tokenizer):
+        state = agent.invoke(TASK)
+    assert [call["name"] for message in state["messages"] for call in getattr(message, "tool_calls", [])] == ["ls"]
+    assert state["messages"][-1].text == "Done."
 
 
 @pytest.mark.parametrize("name", ["task", "execute", "grep"])
