@@ -56,7 +56,7 @@ test-oldest: setup ## the chat model with the oldest langchain-core that it take
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || exit 0; \
 		test -d $(DEEPAGENTS_FOLDER) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(DEEPAGENTS_FOLDER) $(DEEPAGENTS) || exit 1; \
-		PYTHONPATH=$(DEEPAGENTS_FOLDER) $(PYTEST) $(DEEPAGENTS_TESTS)
+		export PYTHONPATH=$(DEEPAGENTS_FOLDER); $(BIN)/python -c 'import deepagents' && $(PYTEST) $(TWO) $(DEEPAGENTS_TESTS)
 
 test-pair: setup ## the tests that need the built-in pair (about an hour on two cores)
 	@$(PYTEST) -m pair
