@@ -89,7 +89,7 @@ def pool() -> KVPool[TensorKV]:
 def test_texts_that_begin_like_a_damaged_one_are_forgotten_with_it() -> None:
     """What damaged it may come from them: a text whose reading was aborted had no logits."""
     caches = pool()
-    donor, other = caches.open([1]), caches.open([1], tenant="other")
+    donor, other = caches.open([1]), caches.open([1], owner="other")
     for cache in (donor, other):
         cache.keep(range(4), [1, 2, 3, 4])
     caches.kv.layers[0][:, :, donor.first_position] = math.nan
@@ -102,7 +102,7 @@ def test_texts_that_begin_like_a_damaged_one_are_forgotten_with_it() -> None:
     assert caches.kv.layers[0].isfinite().all()
     again = caches.open([1, 2, 3, 4])
     assert again.length == 0
-    assert caches.open([1, 2], tenant="other").length == 2
+    assert caches.open([1, 2], owner="other").length == 2
 
 
 def test_slots_of_a_damaged_text_are_cleared() -> None:
