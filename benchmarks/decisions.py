@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,8 +27,9 @@ from langchain_core.decisions import Choice, Noul
 from pydantic import BaseModel
 
 from langchain_card import CARDChatModel, CARDDecisionModel
+from langchain_card.config import Schedule
 
-TEAMS = {
+TEAMS: dict[str, Any] = {
     "billing": "Payments, prices, invoices and refunds.",
     "technical": "Devices, apps and passwords that do not work.",
     "delivery": "Parcels, addresses and dates of arrival.",
@@ -80,11 +81,11 @@ Answer = tuple[str, bool, float, float]
 """The team, whether it is urgent, and the probabilities of both."""
 
 
-def ways(schedule: str) -> dict[str, Callable[[str], Answer]]:
+def ways(schedule: Schedule) -> dict[str, Callable[[str], Answer]]:
     """Return what answers a letter, by name."""
     chat = CARDChatModel(schedule=schedule, max_tokens=60).load()
     decide = CARDDecisionModel()
-    questions = {"team": Choice(instructions=TEAM, criteria=TEAMS), "urgent": Noul(instructions=URGENT)}
+    questions: dict[str, Any] = {"team": Choice(instructions=TEAM, criteria=TEAMS), "urgent": Noul(instructions=URGENT)}
     described = "\n".join(f"- {team}: {use}" for team, use in TEAMS.items())
     extract = chat.with_structured_output(Handled)
 
@@ -110,7 +111,7 @@ def ways(schedule: str) -> dict[str, Callable[[str], Answer]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", default="auto", help="of the answers in text; decisions have no draft")
+    parser.add_argument("--schedule", default="auto", choices=get_args(Schedule), help="of the answers in text; decisions have no draft")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     answering = ways(args.schedule)

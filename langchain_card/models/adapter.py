@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from langchain_card.errors import CorruptModelError, InvalidInputError
@@ -21,6 +22,22 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.we
 _LOOPS = re.compile(r"[*+?{]")
 _REFUSED = ("use_dora", "use_qalora", "lora_bias", "layer_replication", "alora_invocation_tokens", "target_parameters")
 """Options of PEFT that make more of an adapter than a product that is added to a matrix."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Starts of PEFT's `init_lora_weights` that subtract from the base model what the untrained adapter adds."""
+
+
+class _Scales(BaseModel):
+    """The fields of a configuration from which the scales of its products follow."""
+
+    lora_alpha: float = Field(8, allow_inf_nan=False)
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool = False
+
+    def of(self, layer: str, rank: int) -> float:
+        """Return a layer's scale; its numerator is that of the first pattern with which its name ends."""
+        patterns = (self.alpha_pattern or {}).items()
+        own = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", layer))
+        return next(own, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def check_adapter(name: str, folder: Path) -> dict[str, Any]:
@@ -43,22 +60,58 @@ def check_adapter(name: str, folder: Path) -> dict[str, Any]:
         if config.get(option):
             limit = f"has {option}, which is not supported"
             raise InvalidInputError(f"adapters[{name!r}]", str(folder), limit, "merge it into its base model")
-    for pattern in config.get("alpha_pattern") or {}:
-        if _LOOPS.search(pattern):
-            limit = "repeats something, which may take for ever to match"
-            raise InvalidInputError(f"adapters[{name!r}]: alpha_pattern", pattern, limit, "list names of layers")
+    if str(start := config.get("init_lora_weights")).lower().startswith(_CHANGE_THE_BASE):
+        hint = "convert it to plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        raise InvalidInputError(f"adapters[{name!r}]: init_lora_weights", start, "changes the base model, too", hint)
+    for pattern in _scales(name, config).alpha_pattern or {}:
+        _check_pattern(name, pattern)
     check_safetensors(folder / WEIGHTS)
     return dict(config)
 
 
-def adapter_bytes(name: str, folder: Path) -> int:
-    """Return the memory that an adapter takes at most: its numbers may be stored in half as many bytes.
+def _scales(name: str, config: Mapping[str, Any]) -> _Scales:
+    try:
+        return _Scales.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise InvalidInputError(
+            f"adapters[{name!r}]: {field}", first["input"], first["msg"], "save it again"
+        ) from error
+
+
+def _check_pattern(name: str, pattern: str) -> None:
+    field = f"adapters[{name!r}]: alpha_pattern"
+    if _LOOPS.search(pattern):
+        limit = "repeats something, which may take for ever to match"
+        raise InvalidInputError(field, pattern, limit, "list names of layers")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidInputError(field, pattern, f"is no pattern ({error})", "list names of layers") from error
+
+
+def adapters_bytes(adapters: Sequence[tuple[str, str]]) -> int:
+    """Return the memory of adapters, by name and folder: those of a layer are padded to the largest rank of them.
 
     Raises:
         CARDError: see `check_adapter`.
     """
-    check_adapter(name, folder)
-    return 2 * (folder.expanduser() / WEIGHTS).stat().st_size
+    from safetensors import safe_open
+
+    ranks, sizes = dict[str, int](), dict[str, list[int]]()
+    for name, path in adapters:
+        folder = Path(path).expanduser()
+        check_adapter(name, folder)
+        with safe_open(folder / WEIGHTS, framework="np") as file:
+            keys = file.keys()
+            for key in keys:
+                shape = file.get_slice(key).get_shape()
+                if (match := _TENSOR.fullmatch(key)) and len(shape) == 2:
+                    size, rank = sorted(shape)[::-1]
+                    ranks[match["layer"]] = max(rank, ranks.get(match["layer"], 0))
+                    sizes.setdefault(match["layer"], [0, 0])["AB".index(match["part"])] = size
+    return len(adapters) * sum(4 * ranks[layer] * sum(sizes[layer]) for layer in ranks)
 
 
 def read_adapter(name: str, folder: Path) -> Adapter:
@@ -71,33 +124,25 @@ def read_adapter(name: str, folder: Path) -> Adapter:
     import safetensors.torch
 
     folder = folder.expanduser()
-    config, found = check_adapter(name, folder), dict[str, dict[str, Tensor]]()
+    scales, found = _scales(name, check_adapter(name, folder)), dict[str, dict[str, Tensor]]()
     for key, tensor in safetensors.torch.load_file(folder / WEIGHTS).items():
         if (match := _TENSOR.fullmatch(key)) is None:
             limit = "is no part of a linear layer's adapter"
             raise InvalidInputError(f"adapters[{name!r}]", key, limit, "merge it into its base model")
         found.setdefault(match["layer"], {})[match["part"]] = tensor
-    pairs = {layer: _pair(name, layer, parts, config) for layer, parts in found.items()}
-    digest = hashlib.sha256()
-    for file in (CONFIG, WEIGHTS):
-        digest.update((folder / file).read_bytes())
+    pairs = {layer: _pair(name, layer, parts, scales) for layer, parts in found.items()}
+    digest = hashlib.sha256((folder / CONFIG).read_bytes())
+    with (folder / WEIGHTS).open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return Adapter(name, digest.hexdigest(), pairs)
 
 
-def _pair(name: str, layer: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> LowRankPair:
+def _pair(name: str, layer: str, parts: Mapping[str, Tensor], scales: _Scales) -> LowRankPair:
     a, b = parts.get("A"), parts.get("B")
-    if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+    if a is None or b is None or a.ndim != 2 or b.ndim != 2 or not 0 < a.shape[0] == b.shape[1]:
         raise CorruptModelError(f"adapters[{name!r}]", layer, "has not two matrices of one rank", "save it again")
-    if not (a.isfinite().all() and b.isfinite().all()):
+    scaled = (b.double() * scales.of(layer, a.shape[0])).to(torch.promote_types(b.dtype, torch.float32))
+    if not (a.isfinite().all() and scaled.isfinite().all()):
         raise CorruptModelError(f"adapters[{name!r}]", layer, "has numbers that are not finite", "train it again")
-    alpha, rank = _alpha(layer, config), a.shape[0]
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LowRankPair(a, (b.double() * scale).to(torch.promote_types(b.dtype, torch.float32)))
-
-
-def _alpha(layer: str, config: Mapping[str, Any]) -> float:
-    """Return the numerator of a layer's scale: the first of `alpha_pattern` that its name ends with, or the common."""
-    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            return float(alpha)
-    return float(config.get("lora_alpha", 8))
+    return LowRankPair(a, scaled)

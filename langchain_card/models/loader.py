@@ -15,7 +15,7 @@ import torch
 
 from langchain_card.config import NGRAM, QUANTIZATIONS, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
-from langchain_card.models.adapter import adapter_bytes
+from langchain_card.models.adapter import adapters_bytes
 from langchain_card.models.download import BUILTINS
 from langchain_card.models.files import Progress
 from langchain_card.models.headers import DEFAULT_MAX_LEN
@@ -149,7 +149,7 @@ def resolve(
         raise InvalidInputError("max_model_len", wanted, f"{config.model} was trained for {max_len:,} positions")
     ends, specs = end_ids(target.folder, tokenizer), [spec for spec, _ in drafts]
     draft, vocabularies = specs[0] if specs else None, tuple(vocabulary for _, vocabulary in drafts)
-    size = sum(adapter_bytes(name, Path(folder)) for name, folder in config.adapters)
+    size = adapters_bytes(config.adapters)
     return Pair(target, draft, tokenizer, ends, vocab_size, wanted, vocabularies, tuple(specs[1:]), size)
 
 

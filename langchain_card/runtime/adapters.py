@@ -95,6 +95,14 @@ class Adapters:
             if hasattr(compiled, "lay_out_adapters"):
                 self.fused.update(compiled.lay_out_adapters(path.rpartition(".")[0], self._take))
         self._handles = list[Any]()
+        try:
+            self._add_hooks(model, modules, adapters)
+        except BaseException:
+            self.remove()
+            raise
+        del self._left
+
+    def _add_hooks(self, model: Any, modules: Mapping[str, Any], adapters: Sequence[Adapter]) -> None:
         for layer, pairs in self._left.items():
             module: Any = modules.get(layer)
             if ".layers." not in layer or ".experts." in layer or not hasattr(module, "in_features"):
@@ -105,8 +113,10 @@ class Adapters:
             weight = next(module.parameters(), None)
             device, dtype = (model.device, model.dtype) if weight is None else (weight.device, model.dtype)
             stacked = Stacked(*(part.to(device, dtype) for part in stacked))
-            self._handles.append(module.register_forward_hook(self._hook(*stacked)))
-        del self._left
+            if not all(part.isfinite().all() for part in stacked):
+                limit = f"has numbers that {dtype} cannot hold"
+                raise InvalidInputError("adapters", layer, limit, 'use dtype="float32" or "bfloat16"')
+            self._handles.append(module.register_forward_hook(self._hook(module, stacked)))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -149,18 +159,35 @@ class Adapters:
             a[number, : len(pair.a)], b[number, : len(pair.a)] = pair.a, pair.b.T
         return Stacked(a, b)
 
-    def _hook(self, a: Tensor, b: Tensor) -> Any:
+    def _hook(self, module: nn.Module, stacked: Stacked) -> Any:
+        product = getattr(module, "low_rank_product", _product)
+        firsts, seconds = stacked.a.flatten(0, 1), stacked.b.flatten(0, 1).T.contiguous()
+
         def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             step = _steps.now
             if step is None or step.adapters is not self:
                 return None
-            x = inputs[0].reshape(-1, a.shape[2])
-            numbers = torch.arange(len(a), device=x.device)
-            mask = (step.rows.to(x.device)[:, None] == numbers).to(x.dtype)  # [rows, adapters]
-            inner = (x @ a.flatten(0, 1).T).view(len(x), len(a), -1) * mask[:, :, None]
-            return output + (inner.flatten(1) @ b.flatten(0, 1)).view(output.shape)
+            x = inputs[0].reshape(-1, firsts.shape[1])
+            numbers = torch.arange(len(stacked.a), device=x.device).repeat_interleave(stacked.a.shape[1])
+            others = step.rows.to(x.device)[:, None] != numbers  # [rows, components]
+            return output + product(x, firsts, others, seconds).view(output.shape)
 
         return add
+
+
+def _product(x: Tensor, a: Tensor, others: Tensor, b: Tensor) -> Tensor:
+    """Multiply rows by the matrices of their own adapters.
+
+    Args:
+        x: [rows, features].
+        a: [components, features] of all adapters.
+        others: [rows, components] which components belong to no adapter of the row.
+        b: [outputs, components].
+
+    Returns:
+        [rows, outputs].
+    """
+    return (x @ a.T).masked_fill_(others, 0) @ b.T
 
 
 def _layers(adapters: Sequence[Adapter]) -> list[str]:

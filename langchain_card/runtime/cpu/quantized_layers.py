@@ -16,7 +16,19 @@ from langchain_card.runtime.cpu.compiled import Array, Bytes
 from langchain_card.runtime.cpu.team import cores
 
 
-class QuantizedLinear(nn.Module):
+class RowWiseLinear(nn.Module):
+    """A linear layer whose rows have the same bits whatever rows are beside them, with or without adapters."""
+
+    def low_rank_product(self, x: Tensor, a: Tensor, others: Tensor, b: Tensor) -> Tensor:
+        """Multiply float32 rows by the matrices of their own adapters; see `adapters._product`."""
+        nothing = np.empty(0, np.float32)
+        with cores() as team:
+            inner = row_layers.float_linear(x.contiguous().numpy(), a.numpy(), nothing, team)
+            inner[others.numpy()] = 0
+            return torch.from_numpy(row_layers.float_linear(inner, b.numpy(), nothing, team))
+
+
+class QuantizedLinear(RowWiseLinear):
     """A linear layer with blocks of quantized weights.
 
     Args:
@@ -37,7 +49,7 @@ class QuantizedLinear(nn.Module):
         return torch.from_numpy(y).view(*x.shape[:-1], self.out_features)
 
 
-class FloatLinear(nn.Module):
+class FloatLinear(RowWiseLinear):
     """A linear layer of float32, for the matrices that a file of blocks holds as numbers.
 
     Args:
@@ -79,7 +91,7 @@ class QuantizedEmbedding(nn.Module):
         return torch.from_numpy(found).mul_(self._scale).view(*token_ids.shape, self.embedding_dim)
 
 
-class LinearPart(nn.Module):
+class LinearPart(RowWiseLinear):
     """One of several layers that read the same input; the first call computes all of them in one kernel.
 
     Args:
