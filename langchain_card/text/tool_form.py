@@ -3,7 +3,9 @@
 A template is used as it is if it describes tools, calls and results in the form that Qwen 2.5, Qwen 3, Hermes and many
 others were trained on: JSON between `<tool_call>` tags. If a template does not support tools, or garbles them
 (conversions of Qwen2.5-Coder to GGUF double the braces, and the model copies them), tools are described in the system
-message, and a call is a fenced block of JSON, which coder models write by themselves.
+message, and a call is a fenced block of JSON, which coder models write by themselves. Where an answer may be text, too,
+it first states a plan: small models that decide between a call and text without one stop after their first call, or
+call without end (docs/LOG.md, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -21,18 +23,32 @@ Turn = dict[str, Any]
 SYSTEM = "You are a helpful assistant."
 """The system message, if there is none, to which descriptions are appended."""
 
-_INTRODUCTION = """
+_FUNCTIONS = """
 
 # Functions
 
 You can call these functions:
 {functions}
 
-To call a function, answer with nothing but a JSON block that holds its name and its arguments:
+To call a function, {how} a JSON block that holds its name and its arguments:
 ```json
 {{"name": "function_name", "arguments": {{"argument": "value"}}}}
 ```
-You are then told the result. When no function is needed, or you know the results, answer in plain text."""
+You are then told the result. {then}"""
+
+PLAN = "Plan:"
+"""Start of the line with the steps that are left: names of functions, and the answer."""
+
+_CALLING = {
+    "how": "answer with nothing but",
+    "then": "When no function is needed, or you know the results, answer in plain text.",
+}
+_PLANNING = {
+    "how": "write",
+    "then": f"""If you need functions, first write a plan in one line, such as \
+"{PLAN} 1. function_name, 2. function_name, 3. answer", and then the first call. \
+When no function is needed, answer in plain text.""",
+}
 
 _DOCUMENT = """
 
@@ -43,6 +59,12 @@ Write your answer as a JSON document of this schema, with nothing around it:
 
 NEXT = "Answer the question with it, or call the next function if something is still missing."
 """Text after the results of an answer's calls; without it small models repeat their call (docs/LOG.md, 2026-11-22)."""
+
+GO_ON = "Go on with the next step of the plan. After the last step, answer the question in plain text{question}"
+"""The same where answers have plans; it repeats the question."""
+
+_QUESTION_CHARS = 400
+"""Characters of the longest question that is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +107,13 @@ def describe_document(turns: Sequence[Turn], schema: Mapping[str, Any]) -> list[
     return _with_system(turns, _DOCUMENT.format(schema=json.dumps(schema, ensure_ascii=False, default=str)))
 
 
-def describe_tools(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> list[Turn]:
+def describe_tools(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, planned: bool = True) -> list[Turn]:
     """Return the conversation with tools, calls and results as text, for templates without support for tools.
 
     Args:
         turns: turns for a chat template, with `tool_calls` and turns of the role `tool`.
         tools: tools in OpenAI's form.
+        planned: whether the answer may be text, and begins with a plan if it needs calls.
     """
     names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
     described = [_described(turn, names) for turn in turns]
@@ -98,9 +121,16 @@ def describe_tools(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> li
         return described
     for i, turn in enumerate(turns):
         if turn["role"] == "tool" and (i + 1 == len(turns) or turns[i + 1]["role"] != "tool"):
-            described[i]["content"] += f"\n\n{NEXT}"
+            described[i]["content"] += f"\n\n{_go_on(turns[:i]) if planned else NEXT}"
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False, default=str) for tool in tools)
-    return _with_system(described, _INTRODUCTION.format(functions=functions))
+    wording = _PLANNING if planned else _CALLING
+    return _with_system(described, _FUNCTIONS.format(functions=functions, **wording))
+
+
+def _go_on(turns: Sequence[Turn]) -> str:
+    """Return what follows results: to go on with the plan, and the last question unless it is long."""
+    question = next((str(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
+    return GO_ON.format(question=f": {question}" if 0 < len(question) <= _QUESTION_CHARS else ".")
 
 
 def _with_system(turns: Sequence[Turn], more: str) -> list[Turn]:

@@ -1,8 +1,8 @@
 """Grammars of answers that may call tools, must be documents of a schema, or either.
 
 Calls may follow text, and the first may deviate from the model's form: it may be a fenced block, stand between tags, or
-be bare JSON at the start. Once the name of a tool is complete it must go on as a call: the grammar and `CallReader`
-agree on what a call is.
+be bare JSON at the start of a line. Once the name of a tool is complete it must go on as a call: the grammar and `CallReader`
+agree on what a call is. Where tools are described with plans, a plan that names a tool must go on as a call, too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from langchain_card.constraints.json_schema import json_rule
-from langchain_card.text.tool_form import MAX_BLANKS, TAGGED, ToolForm
+from langchain_card.text.tool_form import MAX_BLANKS, PLAN, TAGGED, ToolForm
 
 MAX_CALLS = 16
 """Most calls in one answer, to stop a model that repeats itself."""
 
 _SPACE = r"[ \t\r\n]"
 """The characters of `tool_form.BLANKS` as a regular expression."""
+_NO_NAME = r"[^A-Za-z0-9_\-\n]"
+"""Characters before and after the name of a tool in a plan."""
 
 Thinking = Literal["never", "first", "begun"]
 """The place of a thought: none, at the start of the answer, or begun by the prompt."""
@@ -133,7 +135,7 @@ def _calls(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Itera
     for i, name in enumerate(names):
         head = rf"{_SPACE}*\{{{_SPACE}*\"name\"{_SPACE}*:{_SPACE}*{_regex(name)}"
         yield rf"fenced_{i}[lazy]: /(?s:.*)```json{head}/"
-        yield rf"bare_{i}[lazy]: /{head}/"
+        yield rf"bare_{i}[lazy]: /((?s:.*)\n)?{head}/"
         first += [rf'fenced_{i} rest_{i} "\n```"', f"bare_{i} rest_{i}"]
         if not opens:
             yield rf"tagged_{i}[lazy]: /(?s:.*){tag}{head}/"
@@ -144,6 +146,10 @@ def _calls(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Itera
     elif form.native:
         yield f"opened: TEXT? {_written(form.opening, control)}"
         first.append(f"opened named {tagged}")
+    else:
+        named = "|".join(_regex(name) for name in shape.names)
+        yield rf"planned[lazy]: /{_SPACE}*{PLAN}([^\n]*{_NO_NAME})?({named})({_NO_NAME}[^\n]*)?\n/"
+        first.append("planned SPACE? call")
     yield f"first: {' | '.join(first)}"
 
 

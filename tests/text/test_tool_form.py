@@ -12,7 +12,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMe
 from langchain_card import CARDChatModel
 from langchain_card.chat.schemas import tool_dicts
 from langchain_card.text.prompt import encode, to_conversation
-from langchain_card.text.tool_form import FENCED, NEXT, SYSTEM, TAGGED, tool_form
+from langchain_card.text.tool_form import FENCED, GO_ON, NEXT, PLAN, SYSTEM, TAGGED, tool_form
 from tests.support import tiny, vocabularies
 from tests.support.scripted import add, call, weather
 
@@ -160,7 +160,23 @@ def test_templates_without_a_system_role_tell_the_user() -> None:
         if template is vocabularies.GEMMA:
             assert read.startswith(begins + SYSTEM)
         assert "# Functions" in read and WRITTEN.strip() in read
-        assert f"Result of weather:\nError: no such place\n\n{NEXT}\n\nR" in read
+        told = GO_ON.format(question=": Q")
+        assert f"Result of weather:\nError: no such place\n\n{told}\n\nR" in read
+
+
+@pytest.mark.parametrize(("length", "repeated"), [(400, True), (401, False)])
+def test_results_are_followed_by_the_question_unless_it_is_long(length: int, repeated: bool) -> None:
+    question, results = "Q" * length, HISTORIES["parallel calls and results"][0]
+    read = prompt([HumanMessage("P"), AIMessage("no"), HumanMessage(question), *results])
+    assert read.count(question) == 1 + repeated and read.count("next step of the plan") == 1
+    assert read.endswith(GO_ON.format(question=f": {question}" if repeated else ".") + "\n<ai>")
+
+
+def test_plans_are_requested_only_where_an_answer_may_be_text() -> None:
+    by, results = tokenizer(tiny.byte_tokenizer().chat_template), HISTORIES["parallel calls and results"][0]
+    turns = to_conversation([HumanMessage("Q"), *results], "toy")
+    read = by.decode(encode(turns, by, "toy", TOOLS, planned=False))
+    assert PLAN not in read and read.endswith(f"{NEXT}\n<ai>")
 
 
 @pytest.mark.parametrize("template", [vocabularies.CHATML, vocabularies.DEEPSEEK, vocabularies.GEMMA, None])

@@ -67,6 +67,14 @@ WRONG = [f"{F} ", f"{F}\n\n{F}", f"{ADD}x", '{"name": "add", "x', '```json\n{"na
 WRONG += [F.replace("-2", "2.5"), F.replace('"b": -2', '"c": 3'), F.replace(", ", ",  "), F.replace("1,", '1, "a": 2,')]
 WRONG += [text.replace("```json\n", "<tool_call>").replace("\n```", "</tool_call>") for text in WRONG[3:6]]
 CASES: dict[str, tuple[AnswerShape, str, Thinking, list[str], list[str], list[str]]] = {
+    "auto, plans": (AUTO, "fenced", "never",
+                    [f"Plan: 1. add, 2. answer\n{F}", f"Plan: weather\n\n{G}\n{F}", "Plan: 1. answer\nHi.", "Plan: add",
+                     "Plan: adders, my-add, add_up\nHi.", "The plan\nPlan: add\nHi."],
+                    ["Plan: 1. add, 2. answer\n", " Plan:add\n\n", "Plan: first weather (Oslo)\n```json"],
+                    ["Plan: 1. add, 2. answer\nHi.", f"Plan: add\n{ADD}", f"Plan: add\n\n\n\n{F}"]),
+    "auto, no plans": (AUTO, "tagged", "never", ["Plan: add\nHi."], [], []),
+    "auto, lines": (AUTO, "fenced", "never", [f"So:\n{ADD}", f"So:\n\n {ADD}\n{F}", f"So: {ADD} is"],
+                    ['So:\n{"name": "add"'], [f"So:\n{ADD} is"]),
     "auto": (AUTO, "fenced", "never", [*TEXTS, F, ADD, f" \n{ADD}", T, f"So: {F}\n{G}", f"{ADD}\n{F}"], EARLY, WRONG),
     "auto, tags": (AUTO, "tagged", "never", [*TEXTS, T, F, ADD, f"So: {T}\n{U}", f"{F}\n{U}"],
                    [*EARLY, "<tool_call>", "a<tool_call>\r\n"],
