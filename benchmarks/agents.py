@@ -1,12 +1,14 @@
 """Agents that need two or three calls: how many of twenty tasks end right, by the form of calls.
 
-    python benchmarks/agents.py [--forms package hermes list decision] [--tasks JUDGED TUNING SINGLE] [--at-once 20]
+    python benchmarks/agents.py [--forms plan blocks hermes list decision] [--tasks JUDGED TUNING SINGLE] [--at-once 20]
         [--json FILE]
 
 Every form is run by `create_agent` with the same ten tools, greedy, with the built-in target. It runs without its draft
 and with all tasks of a form at once: neither changes an answer, and both save time.
 
-- *package*: the form that the package uses with this model.
+- *plan*: the form that the package uses with this model: fenced blocks of JSON, with the names of all calls before the
+  first one; later answers are held to them.
+- *blocks*: the same without plans. After each result the model is free to call or to answer.
 - *hermes*: the one of Qwen 2.5's own chat template, with tools between `<tools>` and calls between `<tool_call>` tags.
 - *list*: a JSON document that is either a list of calls or the answer.
 - *decision*: a JSON document that first says what is missing, then chooses a function or the answer.
@@ -28,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -37,7 +40,7 @@ from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, HumanMes
 
 from benchmarks import agent_tasks
 from benchmarks.agent_tasks import TOOLS, Task
-from langchain_card import CARDChatModel
+from langchain_card import CARDChatModel, chat_model
 from langchain_card.chat.schemas import tool_dicts
 from langchain_card.config import Limits
 from langchain_card.text import tool_form
@@ -139,8 +142,23 @@ def own_template(tokenizer: Any) -> Iterator[None]:
         tool_form._known.clear()
 
 
+@contextmanager
+def without_plans(_: Any) -> Iterator[None]:
+    """Describe tools without plans; the model then writes none."""
+    encode = chat_model.encode
+    with patch.object(chat_model, "encode", lambda *args, planned: encode(*args, planned=False)):
+        yield
+
+
+@contextmanager
+def as_it_is(_: Any) -> Iterator[None]:
+    yield
+
+
+SETTINGS = {"blocks": without_plans, "hermes": own_template}
 FORMS: Mapping[str, Sequence[AgentMiddleware]] = {
-    "package": (),
+    "plan": (),
+    "blocks": (),
     "hermes": (),
     "list": (Documents(LIST, list_schema),),
     "decision": (Documents(DECISION, decision_schema),),
@@ -218,10 +236,7 @@ def main() -> None:
     with CARDChatModel(draft_model=None, max_tokens=MAX_TOKENS, max_model_len=4096, limits=limits).load() as model:
         for form in args.forms:
             print(f"\n{form}")
-            if form == "hermes":
-                with own_template(model._engine().tokenizer):
-                    scores[form] = run(model, form, tasks, args.at_once)
-            else:
+            with SETTINGS.get(form, as_it_is)(model._engine().tokenizer):
                 scores[form] = run(model, form, tasks, args.at_once)
     print(f"\n{'form':10} {'right':>9} {'needed calls':>12} {'other calls':>12} {'prompt tokens':>14} {'seconds':>8}")
     for form, score in scores.items():

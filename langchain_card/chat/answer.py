@@ -23,7 +23,6 @@ from langchain_card.models.tokenizer import token_bytes
 from langchain_card.text.call_reader import CallPart, CallReader, Part
 from langchain_card.text.detokenizer import Piece
 from langchain_card.text.prompt import BEYOND_REPAIR
-from langchain_card.text.tool_form import tool_form
 from langchain_card.text.tool_grammar import AnswerShape
 
 log = logging.getLogger(__name__)
@@ -123,17 +122,13 @@ class Answer:
         self._thoughts: Thoughts | None = None
         self._marks: dict[int, str] = {}  # marks of thoughts that are control tokens
         self._must_call = shape.must_call
-        self._reader = self._call_reader(shape) if shape.tools else None
+        self._reader = CallReader(shape.names, bare=shape.is_free) if shape.tools else None
         self._document = shape.answer["function"]["name"] if shape.answer is not None else None
         self._in_document = False  # the call being read is the document: its arguments are the answer's text
         self._thought, self._content = "", ""
         self._calls: list[ToolCallChunk] = []
         if (thinking := thinking_of(self._tokenizer, generation.request.prompt_ids)) != "never":
             self._thoughts, self._marks = Thoughts(begun=thinking == "begun"), hidden_marks(self._tokenizer)
-
-    def _call_reader(self, shape: AnswerShape) -> CallReader:
-        planned = shape.is_free and not tool_form(self._tokenizer).native
-        return CallReader(shape.names, bare=shape.is_free, planned=planned)
 
     def chunk(self, piece: Piece) -> ChatGenerationChunk:
         """Return the chunk for one token of a stream; it may be empty."""

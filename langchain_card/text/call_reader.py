@@ -8,14 +8,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from langchain_card.text.tool_form import BLANKS, FENCED, PLAN, TAGGED
+from langchain_card.text.tool_form import BLANKS, FENCED, TAGGED
 
 _MARKS = {form.opening.strip(): form.closing.strip() for form in (FENCED, TAGGED)}
 """Closing mark of each opening mark of a call; a bare call has none."""
 _SPACE = re.compile(r"\s+")
-_LAST_STEP = re.compile(rf"{PLAN}[ \d.]*answer[^\w\n]*\n\s*", re.IGNORECASE)
-"""A plan of nothing but the answer, and the blanks after it."""
-_AFTER_PLAN = re.compile(r"\n\s*\S")
 _MAY_BEGIN = re.compile(rf"(?<![{BLANKS}])[{BLANKS}]*(?:[`<{{]|\Z)")
 """The start of a call or the end of the text, with all blanks before it: a search from each blank would be slow."""
 
@@ -45,24 +42,22 @@ class CallReader:
     """A reader of one answer.
 
     A call is `{"name": ..., "arguments": {...}}` with the name of a tool, between tags, in a fenced block, or bare at
-    the start of a line. White space before a call and the text around its arguments are left out, and so is
-    a plan at the start whose only step is the answer.
+    the start of the answer. White space before a call and the text around its arguments are left out.
 
     Args:
         names: names of the tools.
         bare: whether bare JSON is a call; if the answer may be a document, it is the document.
-        planned: whether the prompt requests plans, see `tool_form.describe_tools`.
     """
 
-    def __init__(self, names: Collection[str], *, bare: bool = True, planned: bool = False) -> None:
+    def __init__(self, names: Collection[str], *, bare: bool = True) -> None:
         name, marks = "|".join(map(re.escape, names)), "|".join(map(re.escape, _MARKS))
         s = f"[{BLANKS}]"
         head = rf'\{{{s}*"name"{s}*:{s}*"(?P<name>{name})"{s}*,{s}*"arguments"{s}*:{s}*(?=\{{)'
         self._marked = re.compile(rf"(?P<mark>{marks}){s}*{head}")
-        self._bare = re.compile(rf"(?<!{s}){s}*(?P<mark>){head}") if bare else None
+        self._bare = re.compile(rf"{s}*(?P<mark>){head}")
         self._heads = [f'{mark}{{"name":"{name}","arguments":{{' for name in names for mark in ("", *_MARKS)]
         self._pending = ""  # may become the start of a call
-        self._at_start, self._may_plan = True, planned
+        self._at_start = bare
         self._number = -1
         self._arguments: _JsonObject | None = None  # of the call that is being read
         self._closings: list[str] = []  # expected after the arguments
@@ -97,8 +92,6 @@ class CallReader:
                 self._number, self._arguments, self._at_start = self._number + 1, _JsonObject(), False
                 self._closings = ["}", *([_MARKS[call["mark"]]] if call["mark"] else [])]
                 yield CallPart(self._number, "", call["name"], f"call_{secrets.token_hex(12)}")
-            elif self._may_plan and self._at_start and not self._skip_plan():
-                return
             else:
                 text, self._pending = self._until_call(self._pending)
                 if text:
@@ -106,31 +99,13 @@ class CallReader:
                     yield text
                 return
 
-    def _skip_plan(self) -> bool:
-        """Remove a plan of nothing but the answer from the start; return False if more text is needed to decide."""
-        begun = self._pending.lstrip(BLANKS)
-        if PLAN.startswith(begun) or (begun.startswith(PLAN) and not _AFTER_PLAN.search(begun)):
-            return False
-        if plan := _LAST_STEP.match(begun):
-            self._pending = begun[plan.end() :]
-        self._may_plan = False
-        return True
-
     def _find_call(self) -> re.Match[str] | None:
-        marked = self._marked.search(self._pending)
-        bare = () if self._bare is None else filter(self._begins_line, self._bare.finditer(self._pending))
-        calls = [*([marked] if marked else []), *bare]
-        return min(calls, key=re.Match.start, default=None)
-
-    def _begins_line(self, call: re.Match[str]) -> bool:
-        """Return whether nothing but blanks stands before a call, or a part of one, in its line."""
-        blanks = call[0].partition("{")[0]
-        return "\n" in blanks or (self._at_start and not call.start())
+        return (self._at_start and self._bare.match(self._pending)) or self._marked.search(self._pending)
 
     def _until_call(self, text: str) -> tuple[str, str]:
         """Split off the end that may become the start of a call."""
         for start in _MAY_BEGIN.finditer(text):
-            if start[0].endswith("{") and not (self._bare and self._begins_line(start)):
+            if start[0].endswith("{") and not self._at_start:
                 continue
             squeezed = _SPACE.sub("", text[start.start() :])
             if any(head.startswith(squeezed) for head in self._heads):

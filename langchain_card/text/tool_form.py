@@ -4,14 +4,14 @@ A template is used as it is if it describes tools, calls and results in the form
 others were trained on: JSON between `<tool_call>` tags. If a template does not support tools, or garbles them
 (conversions of Qwen2.5-Coder to GGUF double the braces, and the model copies them), tools are described in the system
 message, and a call is a fenced block of JSON, which coder models write by themselves. Where an answer may be text, too,
-it first states a plan: small models that decide between a call and text without one stop after their first call, or
-call without end (docs/LOG.md, 2026-11-28).
+it first names its calls, and later answers are held to them: small models that decide after each result whether to call
+or to answer stop after their first call, or call without end (docs/LOG.md, 2026-11-28).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,25 +30,27 @@ _FUNCTIONS = """
 You can call these functions:
 {functions}
 
-To call a function, {how} a JSON block that holds its name and its arguments:
+"""
+
+_CALLING = """To call a function, answer with nothing but a JSON block that holds its name and its arguments:
+```json
+{"name": "function_name", "arguments": {"argument": "value"}}
+```
+You are then told the result. When no function is needed, or you know the results, answer in plain text."""
+
+PLAN = "Plan:"
+"""Start of the line that names the calls an answer needs, before the first of them."""
+
+MAX_PLAN = 8
+"""Most calls of a plan."""
+
+_PLANNING = f"""To call functions, write a plan in one line, with the names of all functions that the question needs, \
+in order, and then the first call as a JSON block:
+{PLAN} function_name, other_function
 ```json
 {{"name": "function_name", "arguments": {{"argument": "value"}}}}
 ```
-You are then told the result. {then}"""
-
-PLAN = "Plan:"
-"""Start of the line with the steps that are left: names of functions, and the answer."""
-
-_CALLING = {
-    "how": "answer with nothing but",
-    "then": "When no function is needed, or you know the results, answer in plain text.",
-}
-_PLANNING = {
-    "how": "write",
-    "then": f"""If you need functions, first write a plan in one line, such as \
-"{PLAN} 1. function_name, 2. function_name, 3. answer", and then the first call. \
-When no function is needed, answer in plain text.""",
-}
+You are then told the result. When no function is needed, answer in plain text."""
 
 _DOCUMENT = """
 
@@ -60,8 +62,9 @@ Write your answer as a JSON document of this schema, with nothing around it:
 NEXT = "Answer the question with it, or call the next function if something is still missing."
 """Text after the results of an answer's calls; without it small models repeat their call (docs/LOG.md, 2026-11-22)."""
 
-GO_ON = "Go on with the next step of the plan. After the last step, answer the question in plain text{question}"
-"""The same where answers have plans; it repeats the question."""
+STEP = "Now call {name}. The question is{question}"
+DONE = "All calls are made. Answer the question{question}"
+"""The same where a plan has a next call, and where it has none."""
 
 _QUESTION_CHARS = 400
 """Characters of the longest question that is repeated."""
@@ -113,24 +116,51 @@ def describe_tools(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, pl
     Args:
         turns: turns for a chat template, with `tool_calls` and turns of the role `tool`.
         tools: tools in OpenAI's form.
-        planned: whether the answer may be text, and begins with a plan if it needs calls.
+        planned: whether the answer may be text, and names its calls first if it needs any.
     """
     names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
+    called = [tool["function"]["name"] for tool in tools]
     described = [_described(turn, names) for turn in turns]
     if not tools:
         return described
     for i, turn in enumerate(turns):
         if turn["role"] == "tool" and (i + 1 == len(turns) or turns[i + 1]["role"] != "tool"):
-            described[i]["content"] += f"\n\n{_go_on(turns[:i]) if planned else NEXT}"
+            described[i]["content"] += f"\n\n{_go_on(turns[: i + 1], called) if planned else NEXT}"
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False, default=str) for tool in tools)
-    wording = _PLANNING if planned else _CALLING
-    return _with_system(described, _FUNCTIONS.format(functions=functions, **wording))
+    return _with_system(described, _FUNCTIONS.format(functions=functions) + (_PLANNING if planned else _CALLING))
 
 
-def _go_on(turns: Sequence[Turn]) -> str:
-    """Return what follows results: to go on with the plan, and the last question unless it is long."""
+def next_call(turns: Sequence[Turn], names: Collection[str]) -> str | None:
+    """Return the tool that the current plan calls next; "" after its last call, None if there is no plan.
+
+    A plan ends with the next message of the user, and with a result that is an error.
+
+    Args:
+        turns: turns for a chat template, with `tool_calls` and turns of the role `tool`.
+        names: names of the tools that may be called.
+    """
+    plan: list[str] | None = None
+    for turn in turns:
+        text = str(turn["content"])
+        if turn["role"] == "user":
+            plan = None
+        elif turn["role"] == "tool" and plan is not None:
+            plan = None if text.startswith("Error") else plan[1:]
+        elif turn.get("tool_calls") and text.startswith(PLAN):
+            plan = text.removeprefix(PLAN).strip().split(", ")
+    if plan is None or not {*plan[:1]} <= {*names}:
+        return None
+    return plan[0] if plan else ""
+
+
+def _go_on(turns: Sequence[Turn], names: Collection[str]) -> str:
+    """Return what follows the last result: the plan's next call, and the question unless it is long."""
+    name = next_call(turns, names)
+    if name is None:
+        return NEXT
     question = next((str(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
-    return GO_ON.format(question=f": {question}" if 0 < len(question) <= _QUESTION_CHARS else ".")
+    question = f": {question}" if 0 < len(question) <= _QUESTION_CHARS else "."
+    return STEP.format(name=name, question=question) if name else DONE.format(question=question)
 
 
 def _with_system(turns: Sequence[Turn], more: str) -> list[Turn]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,9 @@ CALL = '{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\"{`"}}}'
 NOW = '{"name": "now", "arguments": {}}'
 
 
-def read(pieces: list[str], *, planned: bool = False) -> tuple[str, list[tuple[str, dict[str, object]]]]:
+def read(pieces: list[str]) -> tuple[str, list[tuple[str, dict[str, object]]]]:
     """The text, and the calls with their arguments."""
-    reader, text, names, arguments = CallReader(NAMES, planned=planned), "", [], []
+    reader, text, names, arguments = CallReader(NAMES), "", [], []
     for part in [part for piece in pieces for part in reader.push(piece)] + reader.finish():
         if isinstance(part, str):
             text += part
@@ -40,8 +39,6 @@ ANSWERS = {
     f"<tool_call>\n{CALL}\n</tool_call>": ("", [ADD]),
     CALL: ("", [ADD]),
     f" \n{CALL}\n": ("", [ADD]),
-    f"Let me see.\n{CALL}": ("Let me see.", [ADD]),
-    f"Let me see: {{}} {CALL}\n \n {CALL}\n": (f"Let me see: {{}} {CALL}", [ADD]),
     f"Let me see.\n\n```json\n{CALL}\n```\n": ("Let me see.", [ADD]),
     f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{NOW}\n</tool_call>": ("", [ADD, ("now", {})]),
     f"```json\n{CALL}\n```\n```json\n{NOW}\n```": ("", [ADD, ("now", {})]),
@@ -66,24 +63,6 @@ def test_an_answer_in_any_pieces(answer: str) -> None:
         cuts = sorted(rng.choices(range(len(answer) + 1), k=4))
         pieces = [answer[start:end] for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
         assert read(pieces) == ANSWERS[answer]
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "calls"),
-    [
-        (f"Plan: 1. add, 2. answer\n```json\n{CALL}\n```", "Plan: 1. add, 2. answer", [ADD]),
-        ("Plan: 3. answer\nIt is 4.\nPlan: answer\nx", "It is 4.\nPlan: answer\nx", []),
-        (" \nPlan: Answer.\n\nIt is 4.", "It is 4.", []),
-        ("Plan: 1. answer", "Plan: 1. answer", []),
-        ("Plan: 1. buy milk\n2. answer\nx", "Plan: 1. buy milk\n2. answer\nx", []),
-        ("Pla", "Pla", []),
-        ("Planning is all.", "Planning is all.", []),
-    ],
-)
-def test_plans_of_nothing_but_the_answer_are_left_out(answer: str, text: str, calls: list[Any]) -> None:
-    for pieces in ([answer], [*answer]):
-        assert read(pieces, planned=True) == (text, calls)
-    assert read([answer])[0].strip() == answer.partition("\n```")[0].strip()
 
 
 def test_text_and_arguments_come_as_soon_as_they_are_certain() -> None:

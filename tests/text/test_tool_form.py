@@ -12,7 +12,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMe
 from langchain_card import CARDChatModel
 from langchain_card.chat.schemas import tool_dicts
 from langchain_card.text.prompt import encode, to_conversation
-from langchain_card.text.tool_form import FENCED, GO_ON, NEXT, PLAN, SYSTEM, TAGGED, tool_form
+from langchain_card.text.tool_form import DONE, FENCED, NEXT, PLAN, STEP, SYSTEM, TAGGED, next_call, tool_form
 from tests.support import tiny, vocabularies
 from tests.support.scripted import add, call, weather
 
@@ -160,22 +160,58 @@ def test_templates_without_a_system_role_tell_the_user() -> None:
         if template is vocabularies.GEMMA:
             assert read.startswith(begins + SYSTEM)
         assert "# Functions" in read and WRITTEN.strip() in read
-        told = GO_ON.format(question=": Q")
-        assert f"Result of weather:\nError: no such place\n\n{told}\n\nR" in read
+        assert f"Result of weather:\nError: no such place\n\n{NEXT}\n\nR" in read
+
+
+# Plans.
+
+
+def planned(text: str, *results: str) -> list[BaseMessage]:
+    """Return a message with a call, after a text, and results with calls between them."""
+    messages: list[BaseMessage] = [HumanMessage("Q")]
+    for number, result in enumerate(results):
+        made = AIMessage("" if number else text, tool_calls=[call("add", {"a": 1, "b": 2})])
+        messages += [made, ToolMessage(result, tool_call_id="call_1")]
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("messages", "name"),
+    [
+        (planned("Plan: add, weather", "3"), "weather"),
+        (planned("Plan: add, weather, add", "3", "4"), "add"),
+        (planned("Plan: add", "3"), ""),
+        (planned("Plan: add, weather", "3", "4", "5"), ""),
+        (planned("Plan: add, weather", "Error: no"), None),
+        (planned("Plan: add, weather, add", "Error: no", "4"), None),
+        (planned("Plan: add, subtract", "3"), None),
+        (planned("I add.", "3"), None),
+        ([*planned("Plan: add, weather", "3"), HumanMessage("R")], None),
+        ([*planned("Plan: add, weather", "3"), AIMessage("no"), *planned("Plan: add", "3")], ""),
+        ([HumanMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], None),
+        ([AIMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], None),
+    ],
+)
+def test_the_next_call_of_a_plan(messages: list[BaseMessage], name: str | None) -> None:
+    assert next_call(to_conversation(messages, "toy"), ["add", "weather"]) == name
+    if messages[-1].type == "tool":
+        said = NEXT if name is None else STEP.format(name=name, question=": Q") if name else DONE.format(question=": Q")
+        assert prompt(messages).endswith(f"\n\n{said}\n<ai>")
 
 
 @pytest.mark.parametrize(("length", "repeated"), [(400, True), (401, False)])
-def test_results_are_followed_by_the_question_unless_it_is_long(length: int, repeated: bool) -> None:
-    question, results = "Q" * length, HISTORIES["parallel calls and results"][0]
-    read = prompt([HumanMessage("P"), AIMessage("no"), HumanMessage(question), *results])
-    assert read.count(question) == 1 + repeated and read.count("next step of the plan") == 1
-    assert read.endswith(GO_ON.format(question=f": {question}" if repeated else ".") + "\n<ai>")
+def test_the_question_is_repeated_unless_it_is_long(length: int, repeated: bool) -> None:
+    question = "R" * length
+    read = prompt([HumanMessage("P"), AIMessage("no"), HumanMessage(question), *planned("Plan: add, add", "3")[1:]])
+    assert read.count(question) == 1 + repeated
+    assert read.endswith(STEP.format(name="add", question=f": {question}" if repeated else ".") + "\n<ai>")
 
 
 def test_plans_are_requested_only_where_an_answer_may_be_text() -> None:
-    by, results = tokenizer(tiny.byte_tokenizer().chat_template), HISTORIES["parallel calls and results"][0]
-    turns = to_conversation([HumanMessage("Q"), *results], "toy")
-    read = by.decode(encode(turns, by, "toy", TOOLS, planned=False))
+    by = tokenizer(tiny.byte_tokenizer().chat_template)
+    turns = to_conversation([HumanMessage("Q"), *HISTORIES["parallel calls and results"][0]], "toy")
+    assert PLAN in str(by.decode(encode(turns, by, "toy", TOOLS)))
+    read = str(by.decode(encode(turns, by, "toy", TOOLS, planned=False)))
     assert PLAN not in read and read.endswith(f"{NEXT}\n<ai>")
 
 

@@ -16,7 +16,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from tests.support.played import make_pair, played
 from tests.support.scripted import JOKE, PARAMETERS, SCHEMAS, Joke, add, weather
-from tests.support.tool_calls import ADD, ARGUMENTS, CALLED, JSON, RAIN, TOOLS, D, F, G, T, U, calls, merged
+from tests.support.tool_calls import ADD, ARGUMENTS, CALLED, JSON, RAIN, TOOLS, D, F, G, T, calls, merged
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(is|are) in beta"), pytest.mark.usefixtures("one_thread")]
 
@@ -118,12 +118,11 @@ async def test_chunks_of_calls_come_early(model: CARDChatModel) -> None:
     assert sorted({part["index"] for part in parts}) == [1, 2] and len(parts) > 30
 
 
-@pytest.mark.parametrize("form", [(F, G), (T, U)], ids=["fenced", "tagged"])
-async def test_a_call_is_complete_when_its_json_ends(model: CARDChatModel, form: tuple[str, str]) -> None:
+@pytest.mark.parametrize("first", [F, T, ADD], ids=["fenced", "tagged", "bare"])
+async def test_a_call_is_complete_when_its_json_ends(model: CARDChatModel, first: str) -> None:
     """The chunk of the arguments' last token completes the call: a reader may start its tool during the next call."""
-    first, second = form
     end = first.index("-2}") + len("-2}")  # tokens are bytes
-    with says(model, f"{first}\n{second}"):
+    with says(model, f"{first}\n{G}"):
         chunks: Any = [chunk async for chunk in model.astream("Q", tools=TOOLS, parallel_tool_calls=True)]
     assert sum(chunks[1 : end - 1], start=chunks[0]).tool_call_chunks[0]["args"] == '{"a": 1, "b": -2'
     (call,) = sum(chunks[1:end], start=chunks[0]).tool_call_chunks
