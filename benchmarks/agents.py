@@ -44,6 +44,7 @@ from langchain_card import CARDChatModel, chat_model
 from langchain_card.chat.schemas import tool_dicts
 from langchain_card.config import Limits
 from langchain_card.text import tool_form
+from langchain_card.text.prompt import encode
 
 MAX_MODEL_CALLS = 7
 MAX_TOKENS = 100
@@ -145,7 +146,6 @@ def own_template(tokenizer: Any) -> Iterator[None]:
 @contextmanager
 def without_plans(_: Any) -> Iterator[None]:
     """Describe tools without plans; the model then writes none."""
-    encode = chat_model.encode
     with patch.object(chat_model, "encode", lambda *args, planned: encode(*args, planned=False)):
         yield
 
@@ -208,7 +208,7 @@ class Score:
 
 def run(model: CARDChatModel, form: str, tasks: Sequence[Task], at_once: int) -> Score:
     """Return the score of a form; print how each task went."""
-    limit = ModelCallLimitMiddleware(run_limit=MAX_MODEL_CALLS)
+    limit: Any = ModelCallLimitMiddleware(run_limit=MAX_MODEL_CALLS)
     agent: Any = create_agent(model, TOOLS, middleware=[*FORMS[form], limit])
     score, started = Score(), time.perf_counter()
     agent.invoke({"messages": [("user", "Hello!")]})  # reads the description of the tools

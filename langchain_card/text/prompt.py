@@ -73,6 +73,7 @@ def encode(
     tools: Sequence[dict[str, Any]] = (),
     document: Mapping[str, Any] | None = None,
     max_len: int | None = None,
+    *,
     planned: bool = True,
 ) -> list[int]:
     """Return the prompt token ids of a conversation, the header of the answer included.
