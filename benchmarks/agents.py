@@ -1,6 +1,6 @@
 """Agents that need two or three calls: how many of twenty tasks end right, by the form of calls.
 
-    python benchmarks/agents.py [--forms plan blocks hermes list decision] [--tasks JUDGED TUNING SINGLE] [--at-once 20]
+    python benchmarks/agents.py [--forms plan blocks hermes list decision] [--tasks JUDGED SINGLE TUNING] [--at-once 28]
         [--json FILE]
 
 Every form is run by `create_agent` with the same ten tools, greedy, with the built-in target. It runs without its draft
@@ -13,8 +13,9 @@ and with all tasks of a form at once: neither changes an answer, and both save t
 - *list*: a JSON document that is either a list of calls or the answer.
 - *decision*: a JSON document that first says what is missing, then chooses a function or the answer.
 
-A task is right if the last message contains what its answer must contain; a question that needs no call is right if
-none was made. Calls count as made up to the number that the task needs of each tool.
+JUDGED are twenty tasks of two or three calls; SINGLE are questions that need one call or none; the wording was chosen
+on TUNING and SINGLE. A task is right if the last message contains what its answer must contain; a question that needs no
+call is right if none was made. Calls count as made up to the number that the task needs of each tool.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Score:
         needed: calls that were needed.
         other: calls beyond those.
         prompt_tokens: tokens of all prompts, with those that were reused.
-        seconds: wall time, all tasks at once.
+        seconds: wall time of the form, all sets of tasks at once.
     """
 
     right: int = 0
@@ -206,43 +207,48 @@ class Score:
         return f"{right:>9} {made:>12} {self.other:>12} {self.prompt_tokens:>14,} {self.seconds:>8.0f}"
 
 
-def run(model: CARDChatModel, form: str, tasks: Sequence[Task], at_once: int) -> Score:
-    """Return the score of a form; print how each task went."""
+def run(model: CARDChatModel, form: str, sets: Mapping[str, Sequence[Task]], at_once: int) -> dict[str, Score]:
+    """Return the scores of a form by set of tasks; print how each task went."""
     limit: Any = ModelCallLimitMiddleware(run_limit=MAX_MODEL_CALLS)
     agent: Any = create_agent(model, TOOLS, middleware=[*FORMS[form], limit])
-    score, started = Score(), time.perf_counter()
+    started = time.perf_counter()
     agent.invoke({"messages": [("user", "Hello!")]})  # reads the description of the tools
-    questions = [{"messages": [("user", task.question)]} for task in tasks]
+    tasks = [(name, task) for name, members in sets.items() for task in members]
+    questions = [{"messages": [("user", task.question)]} for _, task in tasks]
     states = agent.batch(questions, {"max_concurrency": at_once, "recursion_limit": 100})
-    score.seconds = time.perf_counter() - started
-    for task, state in zip(tasks, states, strict=True):
-        print(f"{'right' if score.add(task, state['messages']) else 'WRONG'}  {task.question}")
+    scores = {name: Score(seconds=time.perf_counter() - started) for name in sets}
+    for (name, task), state in zip(tasks, states, strict=True):
+        print(f"{'right' if scores[name].add(task, state['messages']) else 'WRONG'}  {task.question}")
         for message in state["messages"][1:]:
             calls = [(call["name"], call["args"]) for call in getattr(message, "tool_calls", ())]
             print(f"       {message.type:5} {' '.join(message.text.split())[:90]}", *calls)
-    return score
+    return scores
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
-    parser.add_argument("--tasks", nargs="+", choices=("JUDGED", "TUNING", "SINGLE"), default=["JUDGED"])
-    parser.add_argument("--at-once", type=int, default=20)
+    parser.add_argument("--tasks", nargs="+", choices=("JUDGED", "SINGLE", "TUNING"), default=["JUDGED", "SINGLE"])
+    parser.add_argument("--at-once", type=int, default=28)
     parser.add_argument("--json", type=Path, help="write the scores here as well")
     args = parser.parse_args()
-    tasks = [task for name in args.tasks for task in getattr(agent_tasks, name)]
-    scores = dict[str, Score]()
+    sets = {name: getattr(agent_tasks, name) for name in args.tasks}
+    scores = dict[str, dict[str, Score]]()
     limits = Limits(max_num_seqs=args.at_once)
     with CARDChatModel(draft_model=None, max_tokens=MAX_TOKENS, max_model_len=4096, limits=limits).load() as model:
         for form in args.forms:
             print(f"\n{form}")
             with SETTINGS.get(form, as_it_is)(model._engine().tokenizer):
-                scores[form] = run(model, form, tasks, args.at_once)
-    print(f"\n{'form':10} {'right':>9} {'needed calls':>12} {'other calls':>12} {'prompt tokens':>14} {'seconds':>8}")
-    for form, score in scores.items():
-        print(f"{form:10} {score.row()}")
+                scores[form] = run(model, form, sets, args.at_once)
+    print(
+        f"\n{'form':10} {'tasks':8} {'right':>9} {'needed calls':>12} {'other calls':>12} {'prompt tokens':>14} {'seconds':>8}"
+    )
+    for form, by_set in scores.items():
+        for name, score in by_set.items():
+            print(f"{form:10} {name:8} {score.row()}")
     if args.json:
-        args.json.write_text(json.dumps({form: asdict(score) for form, score in scores.items()}, indent=1) + "\n")
+        figures = {form: {name: asdict(score) for name, score in by_set.items()} for form, by_set in scores.items()}
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
