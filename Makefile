@@ -44,10 +44,19 @@ OLDEST := $(shell sed -n 's/.*"langchain-core>=\([0-9.]*\),.*/\1/p' pyproject.to
 OLDEST_TESTS = tests/chat/test_langchain_suite.py tests/chat/test_chat_model.py tests/chat/test_cancel.py \
 	tests/chat/tools/test_structured.py tests/chat/tools/test_through_the_model.py
 
-test-oldest: setup ## the chat model with the oldest langchain-core that it takes (two minutes)
+# deepagents requires a newer anthropic than tests of tokenizers do, and imports it only where it is used. Python 3.11.
+DEEPAGENTS = deepagents==0.7.32 wcmatch==12.0.1 bracex==3.2.3
+DEEPAGENTS_TESTS = tests/chat/tools/test_deep_agents.py "tests/repo/test_cookbook.py::test_the_notebook_runs[deep_agent]"
+DEEPAGENTS_FOLDER = $(VENV)/$(firstword $(DEEPAGENTS))
+
+test-oldest: setup ## the chat model with the oldest langchain-core that it takes, and with deepagents (three minutes)
 	@test -d $(VENV)/oldest-$(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/oldest-$(OLDEST) langchain-core==$(OLDEST)
 	@PYTHONPATH=$(VENV)/oldest-$(OLDEST) $(PYTEST) $(TWO) -m "not slow and not pair" $(OLDEST_TESTS)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || exit 0; \
+		test -d $(DEEPAGENTS_FOLDER) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(DEEPAGENTS_FOLDER) $(DEEPAGENTS) || exit 1; \
+		export PYTHONPATH=$(DEEPAGENTS_FOLDER); $(BIN)/python -c 'import deepagents' && $(PYTEST) $(TWO) $(DEEPAGENTS_TESTS)
 
 test-pair: setup ## the tests that need the built-in pair (about an hour on two cores)
 	@$(PYTEST) -m pair

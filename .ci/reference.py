@@ -21,7 +21,7 @@ from langchain_card import CARDChatModel, cli, errors
 from langchain_card.chat import answer, field_docs, sampling_options
 from langchain_card.chat import error_mapping as boundary
 from langchain_card.config import Limits
-from langchain_card.core.request import RequestStats
+from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.serve import error_bodies as problems
 from langchain_card.serve import metrics
 
@@ -35,6 +35,7 @@ CALL_WORDS: Mapping[str, str] = {
     "response_format": "A JSON schema that the answer obeys, in OpenAI's form; `with_structured_output` writes it.",
 }
 CARD_WORDS: Mapping[str, str] = {
+    "adapter": "Name of the target's adapter; only if the call chose one.",
     "lossy": "Whether the rule in force may put tokens into this answer that the target did not choose.",
     "rescued": "Accepted candidates that the target did not choose; only if `lossy` is true.",
     "waited": "Share of the time after the first token in which rounds waited for their draft.",
@@ -43,7 +44,9 @@ CARD_WORDS: Mapping[str, str] = {
     "draft_busy": "Share of the time after the first token in which the draft took steps.",
     "target_busy": "Share of the time after the first token in which the target took steps.",
     "seed": "Seed of the draw; chosen for the call if none was given.",
-    "time_to_first_token": "Seconds from the call to the first token, queueing and reading the prompt included.",
+    "time_to_first_token": "Seconds from the call to the first token: work on the prompt, queueing and reading. "
+    "`load_time` is apart.",
+    "load_time": "Seconds that the call waited for weights; near 0 if they were loaded.",
 }
 
 
@@ -102,7 +105,7 @@ def card() -> str:
     """Return the keys of `response_metadata["card"]`, described as in `RequestStats` where they are the same."""
     words = field_docs.attribute_docs(RequestStats)
     words |= {name: each.__doc__ for name, each in vars(RequestStats).items() if isinstance(each, property)}
-    keys = answer.statistics(RequestStats(lossy=True), seed=0)
+    keys = answer.statistics(RequestStats(lossy=True), SamplingParams(adapter="tuned"), called=0.0)
     return table("key | meaning", ((code(key), CARD_WORDS.get(key) or words.get(key, "")) for key in keys))
 
 

@@ -1,8 +1,10 @@
 """Speed under a grammar: the same texts with and without one, and long documents under a schema.
 
     python benchmarks/constrained.py [--model NAME --draft NAME] [--count 10] [--max-tokens 160]
+    python benchmarks/constrained.py --suite 96 --tiny 904 [--transport process] [--schedule sequential] [--json FILE]
 
-Every prompt is answered in each way, in an order that alternates:
+The second form counts passes and documents, and no times (`json_suite.py`). The first one answers every prompt in each
+way, in an order that alternates:
 
 - *Texts*: free, and under the grammar of an answer that may call a tool, which allows any text. Both ways write the
   same text, so that the difference is the cost of masks and grammar states.
@@ -13,12 +15,19 @@ Every prompt is answered in each way, in an order that alternates:
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import json_suite
 from langchain_card import Engine, EngineConfig, SamplingParams
 from langchain_card.bench import prompts
 from langchain_card.constraints.json_schema import json_grammar
@@ -89,14 +98,32 @@ def report(title: str, completions: Mapping[str, list[Completion]], base: str) -
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--draft", default="ngram", help="beside --model")
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--max-tokens", type=int, default=160)
-    args = parser.parse_args()
-    config = EngineConfig() if args.model is None else EngineConfig(model=args.model, draft_model=args.draft)
+def count_passes(config: EngineConfig, args: argparse.Namespace) -> None:
+    """Run the suite; print its table, and write the figures."""
+    figures = dict[str, Any]()
+    if args.suite:
+        counts = json_suite.measure(config, args.suite, args.schedule)
+        print(
+            "way                      documents  invalid  tokens  passes  tokens a pass  longest gap  one token a pass"
+        )
+        for way, of in counts.items():
+            print(
+                f"{way:24} {of.documents:9} {of.invalid:8} {of.tokens:7} {of.passes:7} {of.tokens_per_pass:14.2f} "
+                f"{of.longest_gap:5} passes  {of.longest_run:4} in a row; accepted {of.accepted}; "
+                f"longest gap {of.slowest_gap:.1f} times the median one"
+            )
+            figures[way] = {**asdict(of), "tokens_per_pass": of.tokens_per_pass}
+    if args.tiny:
+        written, invalid = json_suite.tiny_documents(args.tiny, args.transport)
+        print(f"tiny random models: {written} documents, {invalid} invalid")
+        figures["tiny"] = {"documents": written, "invalid": invalid}
+    if args.json is not None:
+        settings = {"transport": args.transport, "schedule": args.schedule, "model": config.model}
+        args.json.write_text(json.dumps({**settings, **figures}, indent=1) + "\n", encoding="utf-8")
+
+
+def compare_speeds(config: EngineConfig, args: argparse.Namespace) -> None:
+    """Time texts and documents with and without grammars."""
 
     def params(schedule: Any, grammar: str = "") -> SamplingParams:
         return SamplingParams(max_tokens=args.max_tokens, schedule=schedule, grammar=grammar)
@@ -118,6 +145,25 @@ def main() -> None:
         for answer in (*completions["plain, the schema"], *completions["auto, the schema"]):
             Order.model_validate_json(answer.text)
         report("Documents", completions, "plain, free")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--draft", default="ngram", help="beside --model")
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--suite", type=int, default=0, help="documents of the models; counts passes, not seconds")
+    parser.add_argument("--tiny", type=int, default=0, help="documents of tiny random models")
+    parser.add_argument("--transport", choices=("thread", "process"), default="thread", help="of the suite's draft")
+    parser.add_argument("--schedule", choices=("sequential", "parallel"), default="sequential", help="of the suite")
+    parser.add_argument("--json", type=Path, help="file for the suite's figures")
+    args = parser.parse_args()
+    config = EngineConfig() if args.model is None else EngineConfig(model=args.model, draft_model=args.draft)
+    if args.suite or args.tiny:
+        count_passes(replace(config, draft_transport=args.transport), args)
+    else:
+        compare_speeds(config, args)
 
 
 if __name__ == "__main__":

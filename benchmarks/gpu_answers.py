@@ -33,7 +33,7 @@ from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
-from langchain_card.models.draft_form import HEAD
+from langchain_card.runtime.draft_form import HEAD
 
 Shape = tuple[int, int, int, int, int, bool]
 TARGET_NOISE = 0.05

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -42,9 +43,12 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     ```python
     from langchain_card import CARDChatModel
 
-    model = CARDChatModel()  # the built-in pair
-    print(model.invoke("Write a haiku about caches.").content)
+    model = CARDChatModel()  # a coder: Qwen2.5-Coder 1.5B and its 0.5B
+    print(model.invoke("Write a Python function that reverses a list.").content)
     ```
+
+    The default pair is for code. For chats, name a general one, such as `CARDChatModel(model="qwen2.5-1.5b",
+    draft_model="qwen2.5-0.5b")`; `langchain-card models recommend` shows which pairs fit a machine.
 
     Weights are loaded at first use, or by `load()`. Instances with equal models, devices and number formats share one
     engine in a process, whatever their schedule and sampling. An instance releases the engine on `close()`, at the end
@@ -52,7 +56,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     loops.
 
     A call may override the decoding options: `schedule`, `max_tokens`, `temperature`, `seed`, `stop`, `top_k`, `top_p`,
-    `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs` and `tenant`:
+    `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs`, `tenant` and `adapter`:
     `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`. It may also name other models:
     `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; they stay loaded until `close()`. An option
     that is None leaves the field's value, except for `draft_model=None`, which is plain decoding.
@@ -73,8 +77,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        if hasattr(self, "_add_version"):  # from langchain-core 1.4.9 on
-            self._add_version("langchain-card", __version__)
+        self._add_version("langchain-card", __version__)
         self.sampling_params(None, {})
         self._hold()
         return self
@@ -107,18 +110,23 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
         draft = rest.pop("draft_model", self.draft_model)
         if (model, draft) == (self.model, self.draft_model):
             return self, rest
-        other = self.model_copy(update={"model": model, "draft_model": draft})
+        changes = {"model": model, "draft_model": draft}
+        if model != self.model:
+            changes |= {"adapters": {}, "adapter": ""}  # they are this model's
+        other = self.model_copy(update=changes)
         other._check_models()
         other._lease = self._other_leases.lease(other._engine_config())
         return other, rest
 
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
-    ) -> tuple[Engine, list[int], SamplingParams, AnswerShape]:
-        """Return the engine, the prompt, the sampling parameters and the shape of the answer."""
+    ) -> tuple[Engine, list[int], SamplingParams, AnswerShape, float]:
+        """Return the engine, the prompt, the sampling parameters, the answer's shape, and the seconds of loading."""
         params = self.sampling_params(stop, options)
         conversation = to_conversation(messages, self.model)
+        begun = time.perf_counter()
         engine = self._engine()
+        load_time = time.perf_counter() - begun
         tokenizer = engine.tokenizer
         check_size(conversation, [options.get("tools"), options.get("response_format")], engine.max_model_len)
         form = tool_form(tokenizer)
@@ -135,23 +143,33 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
             params = replace(params, grammar=grammar, stop=stop_strings)
             with named_by_user(shape):
                 engine.grammars.check(grammar, params.max_tokens)  # on this thread, because it may be slow
-        return engine, prompt_ids, params, shape
+        return engine, prompt_ids, params, shape, load_time
 
     def _start(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
-        return self._submit(*self._prepare(messages, stop, options))
+        called = time.perf_counter()
+        return self._submit(called, *self._prepare(messages, stop, options))
 
     async def _astart(self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]) -> Answer:
+        called = time.perf_counter()
         prepare = functools.partial(self._prepare, messages, stop, options)
         size = num_chars([*map(vars, messages), *options.values()])
         prompt = await prepared(prepare, size, is_loaded=self._lease.held is not None)
-        return self._submit(*prompt)  # on the loop: the thread of a cancelled task goes on
+        return self._submit(called, *prompt)  # on the loop: the thread of a cancelled task goes on
 
-    def _submit(self, engine: Engine, prompt_ids: list[int], params: SamplingParams, shape: AnswerShape) -> Answer:
+    def _submit(
+        self,
+        called: float,
+        engine: Engine,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        shape: AnswerShape,
+        load_time: float,
+    ) -> Answer:
         generation = engine.submit(prompt_ids, params)
         join_group(generation)
         if self._consumer is not None:
             self._consumer.reads(generation)
-        return Answer(generation, self._shown_name or self.model, shape)
+        return Answer(generation, self._shown_name or self.model, shape, called, load_time)
 
     @answering
     @override

@@ -29,6 +29,7 @@ KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 PREFIX_CACHES: tuple[str, ...] = get_args(PrefixCache)
 NGRAM = "ngram"
 MAX_BLOCK = 32
+MAX_ADAPTER_NAME = 256
 MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
 DRAFT_VARIABLE = "LANGCHAIN_CARD_DRAFT_MODEL"
 
@@ -211,6 +212,8 @@ class EngineConfig:
             does neither; `"auto"` is `"graphs"`. It has no effect on a CPU.
         max_model_len: tokens of prompt, answer and `limits.max_window` candidates together; None for the model's own
             limit, at most 8,192.
+        adapters: LoRA adapters of the target, which a request may name: pairs of a name and a folder as PEFT saves it
+            (`adapter_config.json`, `adapter_model.safetensors`). Requests with several adapters share a pass.
         limits: bounds for requests, an object of `Limits` such as `Limits(max_num_seqs=8)`.
         pins: fixed values for choices of the controller, an object of `Pins` such as `Pins(window=8)`.
     """
@@ -233,6 +236,7 @@ class EngineConfig:
     draft_context: int | None = 1024
     prefix_cache: str = "memory"
     max_model_len: int | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
     limits: Limits = field(default_factory=Limits)
     pins: Pins = field(default_factory=Pins)
 
@@ -262,6 +266,7 @@ class EngineConfig:
             raise InvalidInputError("drafters", self.drafters, "names a drafter twice", "name each once")
         if self.steering is not None:
             check_choice("steering", plugins.name_of(self.steering), plugins.names("steering"))
+        check_adapters(self)
         check_stack(self)
         if self.lossy:
             check_lossy(self)
@@ -342,6 +347,26 @@ def check_quantization(value: str) -> None:
     if not isinstance(method, str):
         hint = 'add "quant_method": "bitsandbytes", "torchao", ...'
         raise InvalidInputError("quantization", value, "must name its quant_method", hint)
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raise `InvalidInputError` unless adapters have names that requests can use."""
+    if config.adapters and config.execution == "compiled":
+        hint = 'use execution="graphs"'
+        raise InvalidInputError("execution", "compiled", "goes without adapters: compiled layers have no place", hint)
+    names = [name for name, _ in config.adapters]
+    for name in names:
+        if not name or not name.isprintable() or len(name) > MAX_ADAPTER_NAME or names.count(name) > 1:
+            limit = f"must be one of several distinct names of 1 to {MAX_ADAPTER_NAME} printable characters"
+            raise InvalidInputError("adapters", name, limit)
+
+
+def check_adapter_name(name: str, config: EngineConfig) -> None:
+    """Raise `InvalidInputError` unless the target has an adapter of this name, or it is ""."""
+    names = [known for known, _ in config.adapters]
+    if name and name not in names:
+        limit = f"is not loaded; there is {', '.join(names)}" if names else "is not loaded: there are no adapters"
+        raise InvalidInputError("adapter", name, limit, f'give the model adapters={{"{name[:64]}": "its folder"}}')
 
 
 def check_stack(config: EngineConfig) -> None:

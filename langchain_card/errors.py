@@ -100,7 +100,7 @@ class ModelStoreError(CARDError, RuntimeError):
 
 
 class UnsafeModelError(ModelStoreError):
-    """The model folder holds pickle weights, `auto_map` or code; nothing of it was read further."""
+    """The model folder has only pickle weights, or names code (`auto_map`); nothing of it was read further."""
 
 
 class CorruptModelError(ModelStoreError):

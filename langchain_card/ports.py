@@ -140,17 +140,27 @@ class Constraint(Protocol):
     There is no rollback: a fork costs microseconds, and each node of a tree has its own.
     """
 
+    @property
+    def failed(self) -> bool:
+        """Whether the grammar reached a limit, so that nothing is known of what may follow."""
+
     def fork(self) -> Self:
         """Return an independent copy."""
 
     def accept(self, token_id: int) -> bool:
         """Append a token and return True, if it may come next and does not end the text; else change nothing."""
 
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may come next, one after the other; an end of text may be the last."""
+
     def allowed(self) -> bytes:
         """Return a bit mask: bit `i % 8` of byte `i // 8` is set if token i may come next. All 0 after a failure."""
 
     def forced(self) -> list[int]:
-        """Return the tokens of the text that must come next, as the tokenizer writes it; others may spell it too."""
+        """Return the text that must come next, as the tokenizer writes it; other tokens may spell it, too.
+
+        An end of text is the last of them where nothing else may follow.
+        """
 
     def closing(self, most: int) -> tuple[int, ...] | None:
         """Return tokens that complete the text, without end of text: at most `most` if possible; None if unknown.
@@ -173,8 +183,8 @@ class Setting:
         num_seqs: requests open at once.
         eos_ids: tokens that end an answer.
         tokenizer: the target's, of transformers.
-        constrain: opens a grammar (`SamplingParams.grammar`) at the start of an answer. Raises if the drafter runs in a
-            process of its own (`draft_transport="process"`).
+        constrain: opens a grammar (`SamplingParams.grammar`) at the start of an answer. Given to a drafter, it never
+            raises: a grammar that fails is logged, and allows everything.
         limits: the engine's.
     """
 

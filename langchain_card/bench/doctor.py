@@ -23,10 +23,11 @@ from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
 from langchain_card.core.request import RequestStats, SamplingParams
+from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import EngineError
-from langchain_card.models.budget import ModelNeeds, disk_bytes, free_bytes
+from langchain_card.models.budget import ModelNeeds, check_needs, disk_bytes, free_bytes, needs_of, total_bytes
 from langchain_card.models.loader import ModelSpec, Pair
 from langchain_card.runtime.threads import num_cores
 
@@ -62,6 +63,11 @@ def about_machine() -> Iterator[str]:
     absent = [extra for extra, package in EXTRAS.items() if importlib.util.find_spec(package) is None]
     if absent:
         yield f"Extras that are not installed: {', '.join(absent)} (pip install 'langchain-card[{','.join(absent)}]')."
+    yield from about_load()
+
+
+def about_load() -> Iterator[str]:
+    """Warn if other programs use the cores."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY * num_cores():
         yield (
@@ -106,10 +112,26 @@ def about_memory(pair: Pair, config: EngineConfig) -> Iterator[str]:
         weights = "is loaded" if not needs.weights else f"takes {needs.weights / _GIB:.1f} GiB"
         kv = f"{needs.kv(pair.max_len) / _GIB:.2f} GiB for each sequence of {pair.max_len:,} positions, when it is full"
         yield f"The {role} {weights}, and {kv}."
+    for device, total in total_bytes(needs_of(pair, limits.max_window, SCRATCH), 1, pair.max_len).items():
+        yield f"With working memory, one full sequence takes {total / _GIB:.1f} GiB of {device} in all."
     for device in dict.fromkeys(device for _, spec in _models(pair) for device in spec.devices):
         yield f"{free_bytes(device) / _GIB:.1f} GiB of {device} are free."
     sizes = {spec.folder: disk_bytes(spec.folder) for _, spec in _models(pair)}
     yield f"The models take {sum(sizes.values()) / _GIB:.1f} GiB on disk."
+
+
+def about_room(pair: Pair, config: EngineConfig) -> Iterator[str]:
+    """Describe how many sequences fit, and what they take when all are full.
+
+    Raises:
+        DeviceError: not even the limits' number of sequences fits.
+    """
+    limits = config.limits
+    parts = needs_of(pair, limits.max_window, SCRATCH)
+    num_seqs = check_needs(parts, limits.max_num_seqs, pair.max_len)
+    totals = total_bytes(parts, num_seqs, pair.max_len)
+    full = " and ".join(f"{total / _GIB:.1f} GiB of {device}" for device, total in totals.items())
+    yield f"It all fits; up to {num_seqs} requests will run at once, which take {full} when all are full."
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import psutil
 import torch
 
 from langchain_card._version import __version__
-from langchain_card.models.draft_form import HEAD
 from langchain_card.models.gguf import open_gguf
 from langchain_card.models.loader import ModelSpec
+from langchain_card.runtime.draft_form import HEAD
 from langchain_card.runtime.families import read_config
 from langchain_card.runtime.threads import num_cores, processor, use_threads
 

@@ -16,7 +16,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 
 from langchain_card.chat.reasoning import Thoughts, hidden_marks, thinking_of
 from langchain_card.core.messages import TokenLogprob
-from langchain_card.core.request import FinishReason, RequestStats
+from langchain_card.core.request import FinishReason, RequestStats, SamplingParams
 from langchain_card.engine.generation import Completion, Generation
 from langchain_card.errors import GenerationAbortedError, GenerationTimeoutError
 from langchain_card.models.tokenizer import token_bytes
@@ -35,10 +35,16 @@ class Abortable(Protocol):
         """End the work; `error` is raised to whoever waits for it."""
 
 
+SHORTEN = "lower max_tokens"
+
+
 @contextmanager
-def consuming(generation: Abortable, timeout: float | None) -> Iterator[None]:
-    """Abort the request if the block is left before the answer's end, or after `timeout` seconds."""
-    timer = threading.Timer(timeout, _expire, (generation, timeout)) if timeout is not None else None
+def consuming(generation: Abortable, timeout: float | None, shorten: str = SHORTEN) -> Iterator[None]:
+    """Abort the request if the block is left before the answer's end, or after `timeout` seconds.
+
+    `shorten` is the error's hint on what would take less time.
+    """
+    timer = threading.Timer(timeout, _expire, (generation, timeout, shorten)) if timeout is not None else None
     if timer is not None:
         timer.daemon = True
         timer.start()
@@ -51,14 +57,14 @@ def consuming(generation: Abortable, timeout: float | None) -> Iterator[None]:
 
 
 @contextmanager
-def consuming_in_task(generation: Abortable, timeout: float | None) -> Iterator[None]:
+def consuming_in_task(generation: Abortable, timeout: float | None, shorten: str = SHORTEN) -> Iterator[None]:
     """Abort the request as `consuming` does, on an event loop and without a thread.
 
     It also aborts when the task that entered the block is cancelled: LangChain's event stream may drop the generator
     of a cancelled task without closing it, so that only a garbage collection would run the `finally` here.
     """
     loop = asyncio.get_running_loop()
-    timer = loop.call_later(timeout, _expire, generation, timeout) if timeout is not None else None
+    timer = loop.call_later(timeout, _expire, generation, timeout, shorten) if timeout is not None else None
     task = asyncio.current_task()
 
     def abort_if_cancelled(done: asyncio.Task[Any]) -> None:
@@ -77,10 +83,9 @@ def consuming_in_task(generation: Abortable, timeout: float | None) -> Iterator[
         generation.abort()
 
 
-def _expire(generation: Abortable, timeout: float) -> None:
-    hint = "raise timeout or lower max_tokens"
+def _expire(generation: Abortable, timeout: float, shorten: str) -> None:
     limit = "the answer was not complete after so many seconds"
-    generation.abort(GenerationTimeoutError("timeout", timeout, limit, hint))
+    generation.abort(GenerationTimeoutError("timeout", timeout, limit, f"raise timeout or {shorten}"))
 
 
 class AnswerConsumer:
@@ -114,10 +119,15 @@ class Answer:
         generation: the source of the answer's text.
         model: name of the target, for metadata.
         shape: the form that the answer has.
+        called: time of the call, by `time.perf_counter`, which is also the engine's clock.
+        load_time: seconds that the call waited for weights.
     """
 
-    def __init__(self, generation: Generation, model: str, shape: AnswerShape) -> None:
+    def __init__(
+        self, generation: Generation, model: str, shape: AnswerShape, called: float, load_time: float = 0.0
+    ) -> None:
         self.generation, self.model = generation, model
+        self._called, self._load_time = called, load_time
         self._tokenizer = generation.tokenizer
         self._thoughts: Thoughts | None = None
         self._marks: dict[int, str] = {}  # marks of thoughts that are control tokens
@@ -229,7 +239,7 @@ class Answer:
             "model_name": self.model,
             "model_provider": "card",
             "finish_reason": "tool_calls" if called else completion.finish_reason.value,
-            "card": statistics(completion.stats, self.generation.request.params.seed),
+            "card": statistics(completion.stats, self.generation.request.params, self._called, self._load_time),
         }
 
     def _usage(self, completion: Completion) -> UsageMetadata:
@@ -270,11 +280,19 @@ def _logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], tokeni
     return {"logprobs": {"content": content}}
 
 
-def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
-    """Return `response_metadata["card"]`, in the terms of CONTRIBUTING.md; times in seconds."""
+def statistics(stats: RequestStats, params: SamplingParams, called: float, load_time: float = 0.0) -> dict[str, Any]:
+    """Return `response_metadata["card"]`, in the terms of CONTRIBUTING.md; times in seconds.
+
+    Args:
+        stats: of the request.
+        params: of the request.
+        called: time of the call, by the engine's clock.
+        load_time: seconds that the call waited for weights.
+    """
     seconds = stats.decode_seconds
     return {
         "schedule": stats.schedule,
+        **({"adapter": params.adapter} if params.adapter else {}),
         "tokens_per_second": round(stats.tokens_per_second, 3),
         "mean_accepted_length": round(stats.mean_accepted_length, 4),
         "acceptance_rate": round(stats.acceptance_rate, 4),
@@ -292,6 +310,7 @@ def statistics(stats: RequestStats, seed: int) -> dict[str, Any]:
         "speculative_decoding": stats.speculative_decoding,
         "draft_busy": round(stats.draft_busy / seconds, 4) if seconds else 0.0,
         "target_busy": round(stats.target_busy / seconds, 4) if seconds else 0.0,
-        "time_to_first_token": round(stats.first_token - stats.submitted, 4),
-        "seed": seed,
+        "time_to_first_token": round(stats.first_token - called - load_time, 4),
+        "load_time": round(load_time, 4),
+        "seed": params.seed,
     }

@@ -148,7 +148,7 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         """Fields that an answer depends on. Drafts, devices, schedule and bounds change only its speed."""
         names = ["model", "dtype", "kv_dtype", "quantization", "exact", "max_model_len", "output_version"]
-        names += ["acceptance", "steering"]
+        names += ["acceptance", "steering", "adapters"]
         if self._engine_config().lossy:  # drafts then change the answer
             names += ["draft_model", "draft_context", "drafters", "stack", "pins", "limits"]
         sampling = (name for name in SamplingOptions.model_fields if name not in self._speed_only)

@@ -71,11 +71,13 @@ class EngineOptions(BaseModel):
     draft_context: int | None = _setting("draft_context")
     prefix_cache: PrefixCache = _setting("prefix_cache")
     max_model_len: int | None = _setting("max_model_len")
+    adapters: dict[str, str] = _setting("adapters", "Here a dict of folders by name.", default_factory=dict)
     pins: Pins = _setting("pins", "Or a dict.")
     limits: Limits = _setting("limits", "Or a dict.")
 
     def _engine_config(self) -> EngineConfig:
-        return EngineConfig(**{name: getattr(self, name) for name in _SETTINGS})
+        values = {name: getattr(self, name) for name in _SETTINGS}
+        return EngineConfig(**values | {"adapters": (*self.adapters.items(),)})
 
     def _check_models(self) -> None:
         """Raise `UnknownModelError` unless models may have these names. Nothing is downloaded for that."""

@@ -17,24 +17,18 @@ from langchain_card.errors import CARDError, restored
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _core(name: str) -> type[Exception]:
-    """Return LangChain's error class of a name, or the nearest one: before langchain-core 1.6 there are few."""
-    kind: type[Exception] = getattr(core, name, getattr(core, "ModelError", core.LangChainException))
-    return kind
-
-
 _CORE_KINDS: Mapping[type[CARDError], type[Exception]] = {
-    CARDError: _core("ModelError"),
-    errors.InvalidInputError: _core("ModelInvalidRequestError"),
-    errors.ContextOverflowError: _core("ContextOverflowError"),
-    errors.UnknownModelError: _core("ModelNotFoundError"),
-    errors.DownloadError: _core("ModelConnectionError"),
-    errors.EngineError: _core("ModelAPIError"),
-    errors.EngineBusyError: _core("ModelRateLimitError"),
-    errors.EngineWaitError: _core("ModelTimeoutError"),
-    errors.EngineClosedError: _core("ModelError"),
-    errors.GenerationAbortedError: _core("ModelError"),
-    errors.GenerationTimeoutError: _core("ModelTimeoutError"),
+    CARDError: core.ModelError,
+    errors.InvalidInputError: core.ModelInvalidRequestError,
+    errors.ContextOverflowError: core.ContextOverflowError,
+    errors.UnknownModelError: core.ModelNotFoundError,
+    errors.DownloadError: core.ModelConnectionError,
+    errors.EngineError: core.ModelAPIError,
+    errors.EngineBusyError: core.ModelRateLimitError,
+    errors.EngineWaitError: core.ModelTimeoutError,
+    errors.EngineClosedError: core.ModelError,
+    errors.GenerationAbortedError: core.ModelError,
+    errors.GenerationTimeoutError: core.ModelTimeoutError,
 }
 """LangChain's class for each error; an error that is not listed has the class of its base."""
 
@@ -48,7 +42,7 @@ class Callee(Protocol):
 def langchain_kind(kind: type[CARDError]) -> type[CARDError]:
     """Return a picklable subclass of `kind` and of its class in `_CORE_KINDS`, with the name of `kind`."""
     if kind not in _combined:
-        _combined.setdefault(kind, kind if issubclass(kind, _core("ModelError")) else _combine(kind))
+        _combined.setdefault(kind, kind if issubclass(kind, core.ModelError) else _combine(kind))
     return _combined[kind]
 
 

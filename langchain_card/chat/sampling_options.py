@@ -73,6 +73,8 @@ class SamplingOptions(BaseModel):
     tenant: str = ""
     """Name (no secret) of the user or group whose earlier texts may be reused, in drafts and for beginnings of prompts;
     texts of other tenants never are. Memory and measured rates are shared, so others may change the speed."""
+    adapter: str = ""
+    """Name of the adapter, one of `adapters`, with which the target answers; "" for none."""
 
     def sampling_params(self, stop: str | Sequence[str] | None, options: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of one call. Its options override the fields; None leaves the field's value.

@@ -32,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
     from langchain_card.cli.fields import drafter_fields, engine_fields
     from langchain_card.cli.render import Screen
     from langchain_card.config import EngineConfig
-    from langchain_card.engine.drafter_hosts import SCRATCH
-    from langchain_card.models.budget import check_budget
     from langchain_card.models.loader import resolve
 
     screen = Screen()
@@ -49,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         pair = resolve(config, progress)
     print_section("The models", [*doctor.about_kernels(pair), *doctor.about_vocabulary(pair)])
     print_section("Memory", doctor.about_memory(pair, config))
-    num_seqs = check_budget(pair, config.limits.max_num_seqs, config.limits.max_window, SCRATCH)
-    screen.print(f"  It all fits; up to {num_seqs} requests will run at once.")
+    for line in doctor.about_room(pair, config):
+        screen.print(f"  {line}")
     if args.no_measure:
         return 0
     screen.note("starting another process")

@@ -1,4 +1,4 @@
-"""`langchain-card models`: list, download, locate or remove models."""
+"""`langchain-card models`: recommend, list, download, locate or remove models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = "built-in name, folder, .gguf file or hub id (owner/name)"
 
 def register(subparsers: Any) -> None:
     """Add `models` and its sub-commands."""
-    parser = subparsers.add_parser("models", help="list, download, locate or remove models")
+    parser = subparsers.add_parser("models", help="recommend, list, download, locate or remove models")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     helps = {
         "pull": "download a model",
@@ -23,6 +23,8 @@ def register(subparsers: Any) -> None:
         "rm": "remove a model, or the prefixes, from the cache",
     }
     actions.add_parser("list", help="show the models of the cache").set_defaults(run=run, action="list")
+    text = "show which built-in pair fits this machine, and its line of code"
+    actions.add_parser("recommend", help=text).set_defaults(run=run, action="recommend")
     for action, text in helps.items():
         command = actions.add_parser(action, help=text)
         command.add_argument("name", help=_NAME + (" or prefixes" if action == "rm" else ""))
@@ -31,6 +33,10 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out one action."""
+    if args.action == "recommend":
+        from langchain_card.cli import recommend
+
+        return recommend.run()
     from langchain_card.models.store import ModelStore
 
     store = ModelStore()

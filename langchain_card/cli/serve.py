@@ -40,6 +40,8 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
     add_engine_fields(parser)
     add_drafter_fields(parser)
+    adapters = "LoRA adapters of the model, as PEFT saves them; requests name them as their model"
+    parser.add_argument("--adapters", nargs="+", default=(), type=_adapter, metavar="NAME=FOLDER", help=adapters)
     isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
@@ -70,12 +72,21 @@ def run(args: argparse.Namespace) -> int:
     check_range("--drain", args.drain, 0, 86_400)
     limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
     fields = {**engine_fields(args), **drafter_fields(args), "isolate": args.isolate, "limits": limits}
-    config = EngineConfig(**fields)
+    fields["adapters"] = dict(args.adapters)
+    config = EngineConfig(**fields | {"adapters": tuple(args.adapters)})
     SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
     if not keys and not is_loopback(args.host):
         print(_WARNING.format(host=args.host, port=args.port), file=sys.stderr)
     _serve(_model(args, config, fields), _settings(args, keys), args)
     return 0
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """Parse `NAME=FOLDER`."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FOLDER")
+    return name, folder
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

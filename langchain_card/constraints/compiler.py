@@ -245,6 +245,11 @@ class Matcher:
         self._vocabulary, self._matcher = vocabulary, matcher
         self._hints, self._ending = hints, ending
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has reached a bound of llguidance."""
+        return bool(self._matcher.is_error())
+
     def fork(self) -> Self:
         """Return an independent copy."""
         return type(self)(self._vocabulary, self._matcher.deep_copy(), self._hints, self._ending)
@@ -257,14 +262,25 @@ class Matcher:
             self._ending = self._ending.removeprefix(self._vocabulary.tokenizer.decode_bytes([token_id]))
         return True
 
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may come next, one after the other; an end of text may be the last."""
+        if self._matcher.is_stopped():  # llguidance then accepts no end of text, though nothing else may follow
+            return sum(token in self._vocabulary.tokenizer.eos_tokens for token in token_ids[:1])
+        return int(self._matcher.validate_tokens(list(token_ids)))
+
     def allowed(self) -> bytes:
         """Return a mask: bit `i % 8` of byte `i // 8` is set if token i may come next."""
         mask = self._matcher.compute_bitmask()
         return bytes(len(mask)) if self._matcher.is_error() else mask
 
     def forced(self) -> list[int]:
-        """Return the text that must come next, in the tokenizer's own tokens."""
-        return list(self._matcher.compute_ff_tokens())
+        """Return the text that must come next, in the tokenizer's own tokens, and an end of text if nothing follows."""
+        tokens, ahead = list(self._matcher.compute_ff_tokens()), self._matcher
+        if tokens:
+            ahead = ahead.deep_copy()
+            ahead.try_consume_tokens(tokens)
+        ends = ahead.is_stopped() and ahead.is_accepting() and not ahead.is_error()
+        return [*tokens, self._vocabulary.tokenizer.eos_token] if ends else tokens
 
     def closing(self, most: int) -> tuple[int, ...] | None:
         """Return tokens that end the text: the first end of at most `most` tokens, else the shortest that was found.

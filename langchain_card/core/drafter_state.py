@@ -122,12 +122,12 @@ class DrafterState:
             from_model: whether the scores are a language model's.
 
         Returns:
-            How many nodes were dropped because their branch is dead or the tree is full.
+            How many nodes were dropped because their branch is dead, they have no chance, or the tree is full.
         """
         nodes, number = self.nodes, proposal.first
         bound = len(tree.path) + (max_nodes if from_model else max_nodes // 2)
         for parent, token, stated in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
-            if len(tree) < bound:
+            if len(tree) < bound and stated > -math.inf:
                 logps = (stated, stated) if trust is None else trust(stated)
                 nodes[number] = tree.insert(nodes[parent], token, stated, proposal.source, logps, from_model=from_model)
             number += 1

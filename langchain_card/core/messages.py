@@ -36,7 +36,8 @@ class Proposal:
         applied_len: output tokens applied.
         first: number of the first node in this proposal.
         parents, token_ids: [n] number of each node's parent, smaller than its own; its token.
-        scores: [n] log of the estimated chance that the target picks the token after its parent.
+        scores: [n] log of the estimated chance that the target picks the token after its parent. A node of minus
+            infinity has its number, but neither it nor anything after it enters the cache.
         expanded: numbers of the nodes whose children are now all published; a number may come again.
         forwarded, together: nodes that the step expanded, for this request and for all; 0 without device time.
         layers: how many of these nodes hang below each other, at most.

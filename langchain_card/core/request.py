@@ -53,6 +53,7 @@ class SamplingParams:
         logprobs: report the chosen token's log-probability and so many of the likeliest tokens'; None for nothing.
         tenant: requests share texts to draft from, and keys and values, with requests of the same tenant only. Under
             the exact rule it changes the speed alone.
+        adapter: name of the adapter with which the target answers, one of `EngineConfig.adapters`; "" for none.
     """
 
     max_tokens: int = 512
@@ -71,6 +72,7 @@ class SamplingParams:
     grammar: str = ""
     logprobs: int | None = None
     tenant: str = ""
+    adapter: str = ""
 
     @property
     def greedy(self) -> bool:
@@ -92,13 +94,10 @@ class SamplingParams:
                 )
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise InvalidInputError("stop", text, "holds half a character, which no text does", "pair surrogates")
-        if (
-            not isinstance(self.tenant, str)
-            or len(self.tenant) > limits.max_tenant_chars
-            or not self.tenant.isprintable()
-        ):
-            limit = f"must be a string of at most {limits.max_tenant_chars:,} printable characters"
-            raise InvalidInputError("tenant", self.tenant, limit)
+        for field_, name in (("tenant", self.tenant), ("adapter", self.adapter)):
+            if not isinstance(name, str) or len(name) > limits.max_tenant_chars or not name.isprintable():
+                limit = f"must be a string of at most {limits.max_tenant_chars:,} printable characters"
+                raise InvalidInputError(field_, name, limit)
         self._check_processors(limits, vocab_size)
 
     def _check_processors(self, limits: Limits, vocab_size: int) -> None:
@@ -158,7 +157,7 @@ class RequestStats:
             the rule answers this request exactly.
         hits: rounds whose last token was already in the cache.
         closed: whether the end of the grammar was written early, because `max_tokens` came near.
-        dropped: proposed candidates that arrived under a dead branch or an old epoch.
+        dropped: proposed candidates that arrived under a dead branch or without a chance.
         target_busy: seconds in target steps after the first token.
         draft_busy: seconds in draft steps after the first token.
         cached_tokens: tokens of the prompt that were not read, because an earlier request had read them.

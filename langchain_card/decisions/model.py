@@ -28,6 +28,8 @@ from langchain_card.engine.labels import LabelWeighing
 from langchain_card.errors import InvalidInputError
 from langchain_card.text.prompt import check_size, encode, num_chars, text_ids, to_conversation
 
+_SHORTEN = "shorten the state"
+
 
 class CARDDecisionModel(EngineHolder, BaseDecisionModel):
     """A local decision model: its probabilities are those of the target model's own answers.
@@ -56,6 +58,8 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
 
     tenant: str = ""
     """Requests share keys and values with requests of the same tenant only."""
+    adapter: str = ""
+    """Name of the adapter, one of `adapters`, with which the target answers; "" for none."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds until a question is given up; None waits for ever."""
 
@@ -67,7 +71,7 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
 
     @property
     def _params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=1, tenant=self.tenant)
+        return SamplingParams(max_tokens=1, tenant=self.tenant, adapter=self.adapter)
 
     @property
     def _provider(self) -> str:
@@ -81,7 +85,7 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
                 with contextlib.ExitStack() as stack:
                     for weighing in part:
                         weighing.start()
-                        stack.enter_context(consuming(weighing, self.timeout))
+                        stack.enter_context(consuming(weighing, self.timeout, _SHORTEN))
                     for weighing in part:
                         weighing.result()
             return self._response(questions, weighings)
@@ -96,7 +100,7 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
                 with contextlib.ExitStack() as stack:
                     for weighing in part:
                         weighing.start()
-                        stack.enter_context(consuming_in_task(weighing, self.timeout))
+                        stack.enter_context(consuming_in_task(weighing, self.timeout, _SHORTEN))
                     for weighing in part:
                         await weighing.aresult()
             return self._response(questions, weighings)

@@ -1,7 +1,8 @@
 """`ForcedDrafter`: text that the grammar forces is a candidate for free.
 
 After `{`, a schema with one required field fixes the text up to the field's value. The target still chooses every token
-(the same text can be spelt in other tokens), but it verifies the whole run in one pass.
+(the same text can be spelt in other tokens), but it verifies the whole run in one pass. Where no more tokens are left
+than the shortest known end takes, that end is forced, too (`runtime.guide`): the brackets that close a document.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from langchain_card.ports import Budget, Constraint, Setting
 CHANCE = 0.95
 """Chance, per token, that the target spells forced text as the tokenizer does (docs/LOG.md, 2026-11-22)."""
 
+ENDING_TOKENS = 64
+"""Tokens left to an answer from which on its end is looked for, which takes half a millisecond of a CPU each time."""
+
 
 class _Answer:
     """The answer so far, and its state in the grammar; None after a token that the grammar does not allow."""
 
-    def __init__(self, constraint: Constraint) -> None:
+    def __init__(self, constraint: Constraint, max_tokens: int) -> None:
         self.constraint: Constraint | None = constraint
+        self.max_tokens = max_tokens
         self.length = 0
         self.epoch = -1
 
@@ -30,6 +35,15 @@ class _Answer:
             if self.constraint is not None and not self.constraint.accept(token):
                 self.constraint = None
             self.length += 1
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that must come next, as far as is known."""
+        if self.constraint is None:
+            return ()
+        left = self.max_tokens - self.length
+        if left <= ENDING_TOKENS and (ending := self.constraint.closing(left)) is not None and len(ending) >= left:
+            return ending
+        return tuple(self.constraint.forced())
 
 
 class ForcedDrafter:
@@ -50,7 +64,9 @@ class ForcedDrafter:
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Open a request and follow its answer so far."""
-        answer = self._answers[request.request_id] = _Answer(self._constrain(request.params.grammar))
+        answer = self._answers[request.request_id] = _Answer(
+            self._constrain(request.params.grammar), request.params.max_tokens
+        )
         answer.append(output_ids)
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
@@ -73,7 +89,7 @@ class ForcedDrafter:
         self._answers.clear()
 
     def _propose(self, request_id: int, answer: _Answer) -> Proposal:
-        chain = tuple(answer.constraint.forced()) if answer.constraint is not None else ()
+        chain = answer.forced()
         answer.epoch += 1
         return Proposal(
             source=self.name,

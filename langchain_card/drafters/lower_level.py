@@ -11,8 +11,9 @@ from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.drafter_state import DrafterState, is_valid
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request
+from langchain_card.drafters.grammar_filter import GrammarFilter
 from langchain_card.errors import is_out_of_memory
-from langchain_card.ports import Budget, Drafter
+from langchain_card.ports import Budget, Constraint, Drafter
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Guesses:
     _tree: CandidateTree = field(default_factory=lambda: CandidateTree(0))  # its root: the last token ahead
     _drafter: DrafterState = field(default_factory=DrafterState)
 
-    def receive(self, proposals: Sequence[Proposal], vocab_size: int) -> bool:
+    def receive(self, proposals: Sequence[Proposal], vocab_size: int, grammars: GrammarFilter) -> bool:
         """Take the proposals for this request; return True if they brought something and there is room for more."""
         before = len(self._tree)
         for proposal in proposals:
@@ -68,7 +69,7 @@ class Guesses:
                 continue
             if not is_valid(proposal):
                 continue
-            proposal = replace(proposal, applied_len=0)
+            proposal = replace(grammars.filtered(proposal, self.wanted.ahead), applied_len=0)
             if self._drafter.admit(proposal, self._tree, vocab_size):
                 self._drafter.enter(proposal, self._tree, 2 * MAX_CANDIDATES)
                 self.elapsed += proposal.elapsed
@@ -96,9 +97,17 @@ class LowerLevel:
         drafter: any drafter that looks ahead.
         block: guesses wanted at a time. A paced drafter takes up to so many steps for them, another one just one.
         vocab_size: token ids at and above it are refused.
+        constrain: opens a grammar at the start of an answer; without it, guesses may break the grammar.
     """
 
-    def __init__(self, drafter: Drafter, block: int, vocab_size: int = 2**31) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        block: int,
+        vocab_size: int = 2**31,
+        constrain: Callable[[str], Constraint] | None = None,
+    ) -> None:
+        self._filter = GrammarFilter(constrain)
         self.drafter, self.block, self._vocab_size = drafter, block, vocab_size
         self._of_grammars = getattr(drafter, "of_grammars", False)
         self._steps = block if drafter.paced else 1
@@ -107,14 +116,17 @@ class LowerLevel:
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
         """Open a request, if the drafter works for it."""
         if request.params.grammar or not self._of_grammars:
+            self._filter.begin(request, output_ids)
             self._call(lambda: self.drafter.begin(request, output_ids))
 
     def correct(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
         """Apply the answer's tokens from `start` on."""
+        self._filter.correct(request_id, start, token_ids)
         self._call(lambda: self.drafter.correct(request_id, start, token_ids))
 
     def end(self, request_id: int) -> None:
         """Free a request."""
+        self._filter.end(request_id)
         self._call(lambda: self.drafter.end(request_id))
 
     def close(self) -> None:
@@ -137,7 +149,7 @@ class LowerLevel:
                 for each in unfinished
             ]
             proposals = self.drafter.step(budgets)
-            unfinished = [each for each in unfinished if each.receive(proposals, self._vocab_size)]
+            unfinished = [each for each in unfinished if each.receive(proposals, self._vocab_size, self._filter)]
 
     def _call(self, action: Callable[[], None]) -> None:
         """Call the drafter, and leave it out after an error; running out of memory is reported by the worker."""

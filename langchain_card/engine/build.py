@@ -6,10 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from langchain_card import plugins
 from langchain_card.config import EngineConfig
+from langchain_card.constraints.draft_grammars import DraftGrammars
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.engine.drafter_hosts import needs_process, setting_of, transport_makers
@@ -17,10 +20,12 @@ from langchain_card.engine.driver import Driver
 from langchain_card.engine.plugin_drafters import choose
 from langchain_card.engine.prefix_folder import PrefixFolder, dependencies
 from langchain_card.engine.target_worker import TargetWorker
+from langchain_card.models.adapter import read_adapter
 from langchain_card.models.files import Progress
 from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release_model
 from langchain_card.models.store import PREFIXES, default_cache
 from langchain_card.ports import AcceptanceRule, Constraint, Observer
+from langchain_card.runtime.adapters import Adapters
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
 
@@ -53,7 +58,8 @@ def start_driver(
     setting = setting_of(config, pair, constrain)
     rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
     steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)
-    beside, below = choose(config, setting, resources)
+    for_drafters = replace(setting, constrain=DraftGrammars(constrain).start)
+    beside, below = choose(config, for_drafters, resources)
     model = _acquire(pair.target, resources)
     drafts = [] if pair.draft is None or apart else [_acquire(spec, resources) for spec in (pair.draft, *pair.stack)]
     threads = ThreadPlan(
@@ -69,6 +75,7 @@ def start_driver(
         execution=config.execution_on(pair.target.device.type),
         width=limits.max_window if strict else None,
         integer_kv=pair.target.integer_kv,
+        adapters=_adapters(config, model, resources),
         on_capture=_captures(progress, "target"),
     )
     prefixes = _prefixes(config, pair.target, target, resources)
@@ -88,7 +95,8 @@ def start_driver(
             prefixes=prefixes,
         )
 
-    makers = transport_makers(config, pair, threads, drafts, setting, beside, below, _captures(progress, "draft"))
+    captures = _captures(progress, "draft")
+    makers = transport_makers(config, pair, threads, drafts, for_drafters, beside, below, captures)
     shared = pair.draft is None or pair.draft.device == pair.target.device
     overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
@@ -116,6 +124,15 @@ def _acquire(spec: ModelSpec, resources: contextlib.ExitStack) -> Any:
     model = acquire_model(spec)
     resources.callback(release_model, spec)
     return model
+
+
+def _adapters(config: EngineConfig, model: Any, resources: contextlib.ExitStack) -> Adapters | None:
+    """Return the target's adapters, on the model until `resources` is closed; None without any."""
+    if not config.adapters:
+        return None
+    adapters = Adapters(model, [read_adapter(name, Path(folder)) for name, folder in config.adapters])
+    resources.callback(adapters.remove)
+    return adapters
 
 
 def _prefixes(

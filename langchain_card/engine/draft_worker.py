@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from langchain_card.core.drafter_state import is_valid
 from langchain_card.core.messages import Begin, Correct, End, Grow, Proposal
+from langchain_card.drafters.grammar_filter import GrammarFilter
 from langchain_card.engine.liveness import StepWatch
 from langchain_card.errors import is_out_of_memory
-from langchain_card.ports import Budget, DraftCommand, Drafter, Health
+from langchain_card.ports import Budget, Constraint, DraftCommand, Drafter, Health
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class DraftWorker:
         publish: takes each proposal.
         report_out_of_memory: takes the ids of requests that the drafter had no memory for.
         set_threads: called with the request's schedule before its steps, to set the number of CPU threads.
+        constrain: opens a grammar at the start of an answer; without it, candidates may break the grammar.
 
     Attributes:
         begun: the latest `Begin` of every open request, by id.
@@ -43,11 +45,13 @@ class DraftWorker:
         publish: Callable[[Proposal], None],
         report_out_of_memory: Callable[[tuple[int, ...]], None],
         set_threads: Callable[[str], None] = lambda _: None,
+        constrain: Callable[[str], Constraint] | None = None,
     ) -> None:
         self.drafter = drafter
         self._publish = publish
         self._report_out_of_memory = report_out_of_memory
         self._set_threads = set_threads
+        self._filter = GrammarFilter(constrain)
         self._lock = threading.Lock()
         self.begun: dict[int, Begin] = {}
         self.granted: dict[int, tuple[int, ...]] = {}
@@ -80,11 +84,13 @@ class DraftWorker:
                 self.begun[request.request_id], self.granted[request.request_id] = command, ()
                 self._unread[request.request_id] = len(request.prompt_ids) + len(command.output_ids)
                 self.applied[request.request_id] = len(command.output_ids)
+                self._filter.begin(request, command.output_ids)
                 self.drafter.begin(request, command.output_ids)
             case Correct(_, request_id, start, token_ids) if request_id in self.begun:
                 self.granted[request_id] = ()
                 if start <= (applied := self.applied[request_id]):  # else an earlier correction was lost
                     self.applied[request_id] = max(applied, start + len(token_ids))
+                self._filter.correct(request_id, start, token_ids)
                 self.drafter.correct(request_id, start, token_ids)
             case Grow(_, request_id, widths) if request_id in self.begun:
                 self.granted[request_id] += widths
@@ -94,6 +100,7 @@ class DraftWorker:
                 self._unread.pop(request_id, None)
                 self.min_chance.pop(request_id, None)
                 self.max_read.pop(request_id, None)
+                self._filter.end(request_id)
                 self.drafter.end(request_id)
 
     def _step(self, request_ids: Collection[int]) -> bool:
@@ -122,6 +129,7 @@ class DraftWorker:
         try:
             with self._watch.step(size):
                 proposals = self._usable(budgets, self.drafter.step(budgets))
+            proposals = [*map(self._filter.filtered, proposals)]
             self._unread |= {proposal.request_id: proposal.unread for proposal in proposals}
             return proposals
         except Exception as error:

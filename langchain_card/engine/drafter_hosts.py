@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ import torch
 
 from langchain_card import plugins
 from langchain_card.config import EngineConfig, Level, Limits
+from langchain_card.constraints.compiler import Grammars
+from langchain_card.constraints.draft_grammars import DraftGrammars
 from langchain_card.core.messages import Proposal
 from langchain_card.core.query import DrafterTraits
 from langchain_card.drafters.lower_level import LowerLevel
@@ -75,29 +77,26 @@ def transport_makers(
         pair: of the engine.
         threads: CPU threads of target and draft.
         models: the draft model and those of the stack; empty without a draft model, or if it has a process.
-        setting: of the engine, for plug-ins.
+        setting: of the engine, for drafters.
         beside: drafters beside the draft model or in its place.
         below: the drafter below the draft model.
         on_capture: of the runners (`ModelRunner`).
     """
     makers: dict[DrafterTraits, Callable[[Driver], Transport]] = {}
     for chosen in beside:
-        make = functools.partial(_local_transport, chosen.make, threads, True)
+        make = functools.partial(_local_transport, chosen.make, threads, True, setting.constrain)
         if chosen.source.paced and config.draft_transport == "process":
-            arguments = _plugin_arguments(setting, chosen.spec, pair.target.folder, threads.draft("parallel"))
+            arguments = {**_setting_arguments(setting, pair.target.folder, threads), "spec": chosen.spec}
             make = functools.partial(_process_transport, chosen.source.name, PLUGIN_FACTORY, arguments)
         makers[chosen.source] = make
     if pair.draft is not None and not models:
-        sizes: dict[str, str | int] = {
-            "max_len": pair.max_len,
-            "num_seqs": config.limits.num_seqs,
-            "vocab_size": pair.vocab_size,
+        arguments = {
+            **_setting_arguments(setting, pair.target.folder, threads),
+            **_model_arguments(pair.draft),
             "execution": config.execution_on(pair.draft.device.type) or "",
-            "num_threads": threads.draft("parallel"),
-            "target_folder": str(pair.target.folder) if pair.vocabulary is not None else "",
+            "own_vocabulary": pair.vocabulary is not None,
             "context": config.draft_context or 0,
         }
-        arguments = {**_model_arguments(pair.draft), **sizes}
         makers[source_of(ModelDrafter)] = functools.partial(_process_transport, ModelDrafter.name, FACTORY, arguments)
     elif pair.draft is not None:
         execution = config.execution_on(pair.draft.device.type)
@@ -110,7 +109,9 @@ def transport_makers(
             _stack, config.levels, runners, pair.vocabularies, config.draft_context, setting, below
         )
         in_torch = any(spec.form == "float" for spec in specs)
-        makers[source_of(ModelDrafter)] = functools.partial(_local_transport, draft, threads, in_torch)
+        makers[source_of(ModelDrafter)] = functools.partial(
+            _local_transport, draft, threads, in_torch, setting.constrain
+        )
     return makers
 
 
@@ -149,15 +150,19 @@ def _runner(
 
 def _model_drafter(
     runner: ModelRunner,
-    vocab_size: int,
+    setting: Setting,
     context: int | None,
-    constrain: Callable[[str], Constraint] | None = None,
     vocabulary: VocabularyMap | None = None,
     lower: LowerLevel | None = None,
 ) -> ModelDrafter:
     runner.pool.forget()  # the KV of a drafter that died
     return ModelDrafter(
-        runner, vocab_size=vocab_size, context=context, constrain=constrain, vocabulary=vocabulary, lower=lower
+        runner,
+        vocab_size=setting.vocab_size,
+        context=context,
+        constrain=setting.constrain,
+        vocabulary=vocabulary,
+        lower=lower,
     )
 
 
@@ -176,13 +181,19 @@ def _stack(
             drafter = lowest.make()
         else:
             runner, vocabulary = models.pop()
-            drafter = _model_drafter(runner, setting.vocab_size, context, setting.constrain, vocabulary, lower)
-        lower = LowerLevel(drafter, level.block, setting.vocab_size)
+            drafter = _model_drafter(runner, setting, context, vocabulary, lower)
+        lower = LowerLevel(drafter, level.block, setting.vocab_size, setting.constrain)
     runner, vocabulary = models.pop()
-    return _model_drafter(runner, setting.vocab_size, context, setting.constrain, vocabulary, lower)
+    return _model_drafter(runner, setting, context, vocabulary, lower)
 
 
-def _local_transport(make: Callable[[], Drafter], threads: ThreadPlan, in_torch: bool, driver: Driver) -> Transport:
+def _local_transport(
+    make: Callable[[], Drafter],
+    threads: ThreadPlan,
+    in_torch: bool,
+    constrain: Callable[[str], Constraint],
+    driver: Driver,
+) -> Transport:
     """Host a drafter in this process: on its own thread if its steps cost device time, else inline."""
     drafter = make()
     worker = DraftWorker(
@@ -190,6 +201,7 @@ def _local_transport(make: Callable[[], Drafter], threads: ThreadPlan, in_torch:
         driver.publish,
         functools.partial(driver.report_out_of_memory, drafter.name),
         (lambda schedule: use_threads(threads.draft(schedule), in_torch=in_torch)) if drafter.paced else lambda _: None,
+        constrain,
     )
     on_death = functools.partial(driver.report_death, drafter.name)
     if drafter.paced:
@@ -211,11 +223,27 @@ def _process_transport(name: str, factory: str, arguments: Mapping[str, str | in
     )
 
 
-def _plugin_arguments(setting: Setting, spec: str, folder: Path, num_threads: int) -> dict[str, str | int]:
-    """Return the arguments of `build_plugin_worker`."""
+def _setting_arguments(setting: Setting, target_folder: Path, threads: ThreadPlan) -> dict[str, str | int]:
+    """Return the arguments that all workers in a process of their own have in common."""
     numbers = {name: getattr(setting, name) for name in ("vocab_size", "max_len", "num_seqs", "eos_ids")}
     encoded = json.dumps({**numbers, "limits": asdict(setting.limits)})
-    return {"spec": spec, "folder": str(folder), "setting": encoded, "num_threads": num_threads}
+    return {"setting": encoded, "target_folder": str(target_folder), "num_threads": threads.draft("parallel")}
+
+
+def _decoded(setting: str, target_folder: str) -> Setting:
+    """Return the setting of `_setting_arguments`. The tokenizer is read with the first grammar, and is not part of it.
+
+    Grammars arrive checked: the engine's process refuses those that take too long or cannot be compiled.
+    """
+    fields = json.loads(setting)
+    fields["limits"], fields["eos_ids"] = Limits(**fields["limits"]), tuple(fields["eos_ids"])
+
+    @functools.cache
+    def grammars() -> Grammars:
+        tokenizer = read_tokenizer(Path(target_folder))
+        return Grammars(tokenizer, fields["vocab_size"], fields["eos_ids"], fields["limits"])
+
+    return Setting(**fields, constrain=DraftGrammars(lambda grammar: grammars().start(grammar)).start)
 
 
 def build_plugin_worker(
@@ -223,20 +251,20 @@ def build_plugin_worker(
     report_out_of_memory: Callable[[tuple[int, ...]], None],
     *,
     spec: str,
-    folder: str,
+    target_folder: str,
     setting: str,
     num_threads: int,
 ) -> DraftWorker:
-    """Make the worker of the drafter `spec`, in a plug-in's process. Grammars are not available there.
+    """Make the worker of the drafter `spec`, in a plug-in's process.
 
     Raises:
         InvalidInputError: the drafter is unknown, for example because only the parent registered it.
     """
     use_threads(num_threads)
-    fields = json.loads(setting)
-    fields["limits"], fields["eos_ids"] = Limits(**fields["limits"]), tuple(fields["eos_ids"])
-    drafter = plugins.find("drafters", spec).make(Setting(**fields, tokenizer=read_tokenizer(Path(folder))))
-    return DraftWorker(drafter, publish, report_out_of_memory, lambda _: use_threads(num_threads))
+    here = replace(_decoded(setting, target_folder), tokenizer=read_tokenizer(Path(target_folder)))
+    drafter = plugins.find("drafters", spec).make(here)
+    set_threads = lambda _: use_threads(num_threads)  # noqa: E731
+    return DraftWorker(drafter, publish, report_out_of_memory, set_threads, here.constrain)
 
 
 def _model_arguments(spec: ModelSpec) -> dict[str, str | int]:
@@ -266,17 +294,16 @@ def build_worker(
     draft: bool,
     integer_kv: bool,
     execution: str,
-    max_len: int,
-    num_seqs: int,
-    vocab_size: int,
-    num_threads: int,
-    target_folder: str,
+    own_vocabulary: bool,
     context: int,
+    target_folder: str,
+    setting: str,
+    num_threads: int,
 ) -> DraftWorker:
     """Load the draft model of a `ModelSpec` and make its worker, in the draft's process.
 
     A step uses `num_threads` CPU threads under every schedule: this process does not know when the target rests.
-    `target_folder` is given if the target has another vocabulary.
+    `own_vocabulary` is set if the target has another one.
 
     Raises:
         DeviceError: the device has no room for the model.
@@ -290,12 +317,13 @@ def build_worker(
         name, Path(folder), form, torch.device(device), getattr(torch, dtype), quantization or None,
         compiled=execution == "compiled", draft=draft, integer_kv=integer_kv,
     )  # fmt: skip
-    runner = _runner(_load(spec), max_len, num_seqs, execution or None, integer_kv)
-    vocabulary = read_map(Path(target_folder), spec.folder) if target_folder else None
-    drafter = _model_drafter(runner, vocab_size, context or None, None, vocabulary)
+    here = _decoded(setting, target_folder)
+    runner = _runner(_load(spec), here.max_len, here.num_seqs, execution or None, integer_kv)
+    vocabulary = read_map(Path(target_folder), spec.folder) if own_vocabulary else None
+    drafter = _model_drafter(runner, here, context or None, vocabulary)
     in_torch = form == "float"
     set_threads = lambda _: use_threads(num_threads, in_torch=in_torch)  # noqa: E731
-    return DraftWorker(drafter, publish, report_out_of_memory, set_threads)
+    return DraftWorker(drafter, publish, report_out_of_memory, set_threads, here.constrain)
 
 
 def _load(spec: ModelSpec) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import Self
 
-from langchain_card.config import EngineConfig, lossy_note
+from langchain_card.config import EngineConfig, check_adapter_name, lossy_note
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.build import start_driver
@@ -196,6 +196,7 @@ class Engine:
         params = params or SamplingParams()
         limits = self.config.limits
         params.check(limits, self._pair.vocab_size)
+        check_adapter_name(params.adapter, self.config)
         max_tokens, params = params.max_tokens, self._fit(prompt_ids, params)
         if params.grammar:
             self._check_grammar(params, max_tokens, len(prompt_ids))

@@ -26,7 +26,7 @@ class LabelWeighing:
         engine: weighs them.
         prompt_ids: token ids of the prompt.
         labels: token ids of each label.
-        params: of the requests; only `tenant` counts.
+        params: of the requests; only `tenant` and `adapter` count.
 
     Attributes:
         logprobs: [labels] log-probability of each label as the whole answer.

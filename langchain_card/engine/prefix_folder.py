@@ -12,8 +12,8 @@ a system prompt as often as there are texts, and would be written anew for each 
 
 There is no lock, so that no process waits for another one: a file appears whole, with the same content from all.
 
-The first name is a hash of the tenant and of everything that keys and values depend on besides the text. So a block is
-never found for another tenant, other weights or another number format.
+The first name is a hash of the text's owner and of everything that keys and values depend on besides the text. So a
+block is never found for another tenant, another adapter, other weights or another number format.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PrefixFolder:
         Yields:
             The sequence's length after each block, so that the caller can do something else between two blocks.
         """
-        for n, file in enumerate(self._files(cache.tenant, token_ids)):
+        for n, file in enumerate(self._files(cache.owner, token_ids)):
             if (n + 1) * BLOCK > cache.length:
                 if (block := self._read(file)) is None:
                     return
@@ -124,7 +124,7 @@ class PrefixFolder:
                 log.warning("%s tokens are not kept in %s: %r", f"{cache.length:,}", self._folder, error)
                 return
         with self._changed:
-            self._texts[cache] = (cache.tenant, [*cache.token_ids])
+            self._texts[cache] = (cache.owner, [*cache.token_ids])
             self._changed.notify()
 
     def close(self) -> None:
@@ -139,9 +139,9 @@ class PrefixFolder:
             reason = "the engine was closed before they were written"
             log.warning("%s tokens are not kept in %s: %s", f"{self._num_lost:,}", self._folder, reason)
 
-    def _files(self, tenant: str, token_ids: Sequence[int]) -> Iterator[Path]:
+    def _files(self, owner: str, token_ids: Sequence[int]) -> Iterator[Path]:
         """Yield the files of a text's whole blocks, in order."""
-        name = self._hash(f"{self._root} {tenant}".encode())
+        name = self._hash(f"{self._root} {owner}".encode())
         for end in range(BLOCK, len(token_ids) + 1, BLOCK):
             name = self._hash(name.encode(), np.array(token_ids[end - BLOCK : end], np.int64).data)
             yield self._folder / f"{name}.safetensors"
@@ -204,12 +204,12 @@ class PrefixFolder:
                 log.warning("no prefixes are kept in %s until that works again: %r", self._folder, error)
             self._failing = True
 
-    def _write(self, cache: KVCache, tenant: str, token_ids: list[int]) -> None:
+    def _write(self, cache: KVCache, owner: str, token_ids: list[int]) -> None:
         """Write the blocks of a text that the folder lacks, and touch the others.
 
         Later blocks count as used earlier, so that a text loses its end first.
         """
-        files, now = [*self._files(tenant, token_ids)], time.time_ns()
+        files, now = [*self._files(owner, token_ids)], time.time_ns()
         for n, file in enumerate(files):
             if not file.exists():
                 if len(token_ids) < LEAST_TOKENS:
@@ -218,7 +218,7 @@ class PrefixFolder:
                     self._num_lost += BLOCK * sum(not file.exists() for file in files)
                     return
                 end = (n + 1) * BLOCK
-                if (block := cache.read(end - BLOCK, token_ids[:end], tenant)) is None:
+                if (block := cache.read(end - BLOCK, token_ids[:end], owner)) is None:
                     return
                 content = safetensors.save({**block, _CHECKSUM: self._checksum(file, block)})
                 self._check_secret()

@@ -11,7 +11,7 @@ from typing import TypeAlias, overload
 import torch
 from torch import Tensor
 
-from langchain_card.core.messages import ROOT, Begin, Reading, TokenLogprob, Verdict, Window
+from langchain_card.core.messages import NO_TOKEN, ROOT, Begin, Reading, TokenLogprob, Verdict, Window
 from langchain_card.core.request import Request
 from langchain_card.core.walk import AcceptanceRule, ExactRule, children, mismatches
 from langchain_card.engine.prefix_folder import BLOCK, PrefixFolder
@@ -74,7 +74,8 @@ class TargetWorker:
 
     A pass verifies the windows of all sequences whose text was read, and fills the rest of the row budget with unread
     text, oldest first. A window is verified in the pass that reads the last of the text before it. What a folder holds
-    of a text is loaded before the text is read, a few blocks a pass if other sequences go on meanwhile.
+    of a text is loaded before the text is read, a few blocks a pass if other sequences go on meanwhile. A text after
+    which logits are not finite is neither reused nor saved.
 
     Args:
         runner: of the target; its scratch slots bound the rows of a window.
@@ -168,6 +169,7 @@ class TargetWorker:
                 )
             )
             sequence.verified, sequence.cached = window, 0
+            sequence.cache.damaged |= target_ids[i][0] == NO_TOKEN
             del self._windows[window.request_id]
         open_windows = self._windows.items()
         return [*verdicts, *(self._sequences[request_id].reading(window) for request_id, window in open_windows)]
@@ -179,7 +181,7 @@ class TargetWorker:
             guide = Guide(self._constrain(params.grammar), begin.request.eos_ids, params.max_tokens)
         sampler = Sampler(params, begin.request.prompt_ids, guide)
         sampler.commit(begin.output_ids)
-        cache = self._runner.open(text[:-1], params.tenant)
+        cache = self._runner.open(text[:-1], params.tenant, params.adapter)
         loading = None if self._prefixes is None else self._prefixes.load(cache, text[:-1])
         return _Sequence(begin, cache, sampler, loading, known=cache.length, cached=cache.length)
 

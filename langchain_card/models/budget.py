@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -55,10 +56,26 @@ def weight_bytes(spec: ModelSpec) -> int:
     config = read_config(spec.folder)
     quantizer, model = find_quantizer(config, spec.quantization, spec.device), empty_model(config).to(spec.dtype)
     if quantizer is None:
-        return sum(parameter.nbytes for parameter in model.parameters())
+        return _parameter_bytes(model)
     if quantizer.pre_quantized:
         return sum(file.stat().st_size for file in weight_files(spec.folder))
     return quantized_bytes(model, quantizer)
+
+
+def expected_weight_bytes(spec: ModelSpec, config: Any, file_bytes: int) -> int:
+    """Return about what the weights of a GGUF file will take that is not on this machine.
+
+    Args:
+        spec: how it will run.
+        config: of the model.
+        file_bytes: size of the file.
+    """
+    if spec.form == "float":
+        return _parameter_bytes(empty_model(config).to(spec.dtype))
+    if not spec.draft:
+        return int(file_bytes * _PACKED)
+    numbers = sum(parameter.numel() for parameter in empty_model(config).parameters())
+    return int(min(file_bytes, numbers * _draft_bytes()) * _PACKED)
 
 
 def disk_bytes(folder: Path) -> int:
@@ -90,23 +107,48 @@ def check_budget(
     Raises:
         DeviceError: it does not fit; the message lists what each part takes, and what would fit.
     """
-    parts = [ModelNeeds("target", pair.target, target_scratch)]
+    return check_needs(needs_of(pair, target_scratch, draft_scratch), num_seqs, pair.max_len, free)
+
+
+def needs_of(pair: Pair, target_scratch: int, draft_scratch: int) -> list[ModelNeeds]:
+    """Return what each model of a pair takes; the arguments are those of `check_budget`."""
+    parts = [ModelNeeds("target", pair.target, target_scratch, adapters=pair.adapter_bytes)]
     if pair.draft is not None:
         parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
     parts += [ModelNeeds(f"stack {n} ({spec.name})", spec, draft_scratch) for n, spec in enumerate(pair.stack, 1)]
     for before, part in enumerate(parts):
         if any(part.spec == other.spec for other in parts[1:before]):
             part.weights = 0  # levels of a stack share one process; a draft that is the target may have its own
-    devices = dict.fromkeys(device for part in parts for device in part.shares)
-    loads = [_Load(device, free(device), [part for part in parts if device in part.shares]) for device in devices]
+    return parts
+
+
+def check_needs(
+    parts: Sequence[ModelNeeds],
+    num_seqs: int | None,
+    max_len: int,
+    free: Callable[[torch.device], int] = free_bytes,
+) -> int:
+    """Check as `check_budget` does, for sequences of `max_len` positions."""
+    loads = _loads(parts, free)
     if num_seqs is None:
         halves = [replace(load, free=load.free // 2) for load in loads]
-        num_seqs = max(1, _most(MAX_SEQS, halves, lambda load, n: load.fits(n, pair.max_len)))
+        num_seqs = max(1, _most(MAX_SEQS, halves, lambda load, n: load.fits(n, max_len)))
     for load in loads:
-        if not load.fits(num_seqs, pair.max_len):
-            limit = load.sum_up(num_seqs, pair.max_len)
-            raise DeviceError("device", str(load.device), limit, _what_fits(loads, num_seqs, pair.max_len))
+        if not load.fits(num_seqs, max_len):
+            limit = load.sum_up(num_seqs, max_len)
+            raise DeviceError("device", str(load.device), limit, _what_fits(loads, num_seqs, max_len))
     return num_seqs
+
+
+def total_bytes(parts: Sequence[ModelNeeds], num_seqs: int, positions: int) -> dict[torch.device, int]:
+    """Return what all parts take on each device while so many sequences of this length are full."""
+    loads = _loads(parts, lambda device: 0)
+    return {load.device: sum(load.shares(num_seqs, positions).values()) for load in loads}
+
+
+def _loads(parts: Sequence[ModelNeeds], free: Callable[[torch.device], int]) -> list[_Load]:
+    devices = dict.fromkeys(device for part in parts for device in part.shares)
+    return [_Load(device, free(device), [part for part in parts if device in part.shares]) for device in devices]
 
 
 class ModelNeeds:
@@ -116,6 +158,8 @@ class ModelNeeds:
         role: "target", "draft" or "stack 1 (its name)".
         spec: the model.
         scratch: unverified rows of a sequence.
+        expected: config and bytes of the weights of a model that is not on this machine; None to read them.
+        adapters: bytes of adapters.
 
     Attributes:
         weights: bytes of parameters; 0 if the process has loaded them already, or another level of the stack loads
@@ -123,10 +167,18 @@ class ModelNeeds:
         shares: by device, its shares of the weights and of the KV.
     """
 
-    def __init__(self, role: str, spec: ModelSpec, scratch: int) -> None:
-        self.role, self.spec, self.scratch = role, spec, scratch
-        self.weights = 0 if is_loaded(spec) else weight_bytes(spec)
-        self._config = read_config(spec.folder).get_text_config()
+    def __init__(
+        self,
+        role: str,
+        spec: ModelSpec,
+        scratch: int,
+        expected: tuple[Any, int] | None = None,
+        adapters: int = 0,
+    ) -> None:
+        self.role, self.spec, self.scratch, self.adapters = role, spec, scratch, adapters
+        if expected is None:
+            expected = read_config(spec.folder), 0 if is_loaded(spec) else weight_bytes(spec)
+        self._config, self.weights = expected[0].get_text_config(), expected[1]
         self.shares = {spec.device: (1.0, 1.0)}
         if spec.others:
             self.shares = shares(empty_model(read_config(spec.folder)), device_map(spec))
@@ -171,6 +223,7 @@ class _Load:
         of = {part: part.shares[self.device] for part in self.parts}
         sizes = {f"{part.role} weights": round(part.weights * of[part][0]) for part in self.parts}
         sizes |= {f"{part.role} KV": round(num_seqs * part.kv(positions) * of[part][1]) for part in self.parts}
+        sizes |= {f"{part.role} adapters": round(part.adapters * of[part][0]) for part in self.parts if part.adapters}
         return sizes | {"working memory": FIXED_RESERVE + sum(part.working(positions) for part in self.parts)}
 
     def fits(self, num_seqs: int, positions: int) -> bool:
@@ -200,15 +253,26 @@ def _what_fits(loads: list[_Load], num_seqs: int, max_len: int) -> str:
 def _block_bytes(spec: ModelSpec) -> int:
     """Return the bytes of weights in blocks. A table of embeddings in a file takes memory only where it is used."""
     from langchain_card.models.block_index import read_tensors  # imports numba, which float weights do not need
-    from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0
+    from langchain_card.runtime.cpu.blocks.formats import FORMATS
 
     total = 0.0
     for tensor in read_tensors(spec.folder).values():
         size = spec.itemsize if tensor.form is None else FORMATS[tensor.form].size / FORMATS[tensor.form].features
         if spec.draft and tensor.form is not None:
-            size = min(size, FORMATS[Q4_0].size / FORMATS[Q4_0].features)
+            size = min(size, _draft_bytes())
         total += math.prod(tensor.shape) * size * (1 if tensor.form is None else _PACKED)
     return int(total)
+
+
+def _draft_bytes() -> float:
+    """Return the most bytes that a number of a draft's matrices takes in blocks."""
+    from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_0  # imports numba
+
+    return FORMATS[Q4_0].size / FORMATS[Q4_0].features
+
+
+def _parameter_bytes(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _gib(size: int) -> str:

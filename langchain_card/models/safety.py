@@ -1,7 +1,8 @@
 """Inspect a model folder before transformers opens it: no pickle, no code, no escaping paths, no absurd sizes.
 
 Nothing in the folder is executed or unpickled. JSON files are parsed within size limits; of weight files only the
-headers are read.
+headers are read. Code and pickles that lie beside safetensors are never opened. Code would run only where a config
+names it, or from a folder in which transformers looks for it; both are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 from langchain_card.errors import CorruptModelError, UnsafeModelError
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-CODE = (".py", ".pyc", ".so", ".dll", ".dylib")
+CODE_FOLDER = "custom_generate"
+"""Folder from which some versions of transformers import code that no config names."""
+
 MAX_CONFIG_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 26
 INDEX = "model.safetensors.index.json"
@@ -38,16 +41,16 @@ def inspect_folder(path: Path) -> list[Path]:
         The safetensors files that make up the model's weights.
 
     Raises:
-        UnsafeModelError: pickle weights, code, `auto_map`, an escaping path, or a config out of bounds.
+        UnsafeModelError: only pickle weights, `auto_map`, a `CODE_FOLDER`, an escaping path, or a config out of bounds.
         CorruptModelError: weights are missing or truncated.
     """
     _refuse_code(path)
-    config = _read_json(path / "config.json", MAX_CONFIG_BYTES)
+    config = read_json(path / "config.json", MAX_CONFIG_BYTES)
     if not isinstance(config, dict):
         raise UnsafeModelError("config.json", str(path), "must be a JSON object")
     _check_dimensions(config)
     for file in sorted(path.glob("*config.json")):
-        _check_fields(file.name, _read_json(file, MAX_CONFIG_BYTES if file.name == "config.json" else MAX_JSON_BYTES))
+        _check_fields(file.name, read_json(file, MAX_CONFIG_BYTES if file.name == "config.json" else MAX_JSON_BYTES))
     files = weight_files(path)
     for file in files:
         check_safetensors(file)
@@ -101,16 +104,20 @@ def check_safetensors(path: Path) -> dict[str, str]:
 
 
 def _refuse_code(path: Path) -> None:
-    for file in path.rglob("*"):
-        if file.suffix.lower() in CODE:
-            hint = "remove it if you trust the rest of the folder; this package never runs it"
-            raise UnsafeModelError("model folder", str(file.relative_to(path)), "code beside weights is refused", hint)
+    if (path / CODE_FOLDER).exists():
+        limit = "is a folder from which transformers may run code of the model's author"
+        raise UnsafeModelError("model folder", CODE_FOLDER, limit, "delete it; the model answers without it")
     if (path / "adapter_config.json").exists():
         limit = "an adapter names another model to load"
         raise UnsafeModelError("model folder", "adapter_config.json", limit, "merge the adapter into its base model")
 
 
-def _read_json(path: Path, limit: int) -> Any:
+def read_json(path: Path, limit: int) -> Any:
+    """Return the content of a JSON file of a model.
+
+    Raises:
+        UnsafeModelError: the file is missing, larger than `limit` bytes, or not JSON.
+    """
     if not path.is_file():
         raise UnsafeModelError("model folder", str(path.parent), f"has no {path.name}", "check the path")
     if path.stat().st_size > limit:
@@ -122,7 +129,7 @@ def _read_json(path: Path, limit: int) -> Any:
 
 
 def _index_names(path: Path) -> list[str]:
-    index = _read_json(path / INDEX, MAX_JSON_BYTES)
+    index = read_json(path / INDEX, MAX_JSON_BYTES)
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise UnsafeModelError(INDEX, type(index).__name__, "weight_map must map tensor names to file names")
@@ -147,7 +154,9 @@ def _check_fields(file: str, document: Any) -> None:
     """Raise if a field would make transformers fetch or import code."""
     for key, value in _walk(document):
         if key in ("auto_map", "custom_pipelines"):
-            raise UnsafeModelError(f"{file}: {key}", value, "would import code of the model's author", "remove it")
+            limit = "would import code of the model's author, which this package never runs"
+            hint = f"if transformers knows the model_type itself, delete {key} from {file}; else use another release"
+            raise UnsafeModelError(f"{file}: {key}", value, limit, hint)
         if "attn_implementation" in key and isinstance(value, str) and "/" in value:
             raise UnsafeModelError(f"{file}: {key}", value, "would fetch a kernel from the hub", "remove it")
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from langchain_card.runtime.adapters import NONE
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from langchain_card.runtime.rows import AttentionOptions, Rows
 
@@ -77,7 +78,8 @@ class StepInputs:
         window: number of keys that a sliding layer sees, or None if the model has no such layer.
 
     Attributes:
-        numbers: [4, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees.
+        numbers: [5, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees, and
+            numbers of adapters.
         trees: [1 or 2, seqs, width, num_scratch] scratch slots that each row sees; the second is for sliding layers.
         no_mask: placeholder for the model's mask.
     """
@@ -85,7 +87,7 @@ class StepInputs:
     def __init__(self, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> None:
         device = pool.kv.layers[0].device
         self._pool, self._window = pool, window
-        shape = (4, bucket.seqs, bucket.width)
+        shape = (5, bucket.seqs, bucket.width)
         trees = (1 if window is None else 2, bucket.seqs, bucket.width, pool.num_scratch)
         self._numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._trees = torch.zeros(trees, dtype=torch.bool, pin_memory=device.type == "cuda")
@@ -99,13 +101,13 @@ class StepInputs:
         if self._copied is not None:
             self._copied.synchronize()  # the last batch has left these buffers
         numbers, trees = self._numbers.numpy(), self._trees.numpy()
-        numbers[:2], numbers[2], numbers[3] = 0, self._pool.trash, 1
+        numbers[:2], numbers[2], numbers[3], numbers[4] = 0, self._pool.trash, 1, NONE
         trees[:] = False
         width, where = numbers.shape[2], list[int]()
         for rows in batch:
             index, count = rows.cache.index, len(rows.token_ids)
             numbers[:3, index, :count] = rows.token_ids, rows.positions, rows.slots
-            numbers[3, index, :count] = rows.seen_positions
+            numbers[3, index, :count], numbers[4, index, :count] = rows.seen_positions, rows.cache.adapter
             for row, path in enumerate(rows.paths or ()):
                 self._see(trees[:, index, row], rows.start, path)
             where += range(index * width, index * width + count)
@@ -148,7 +150,7 @@ class MaskedPlan:
     @classmethod
     def of(cls, inputs: StepInputs, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> MaskedPlan:
         """Build the masks on the device."""
-        _, positions, slots, count = inputs.numbers
+        _, positions, slots, count, _ = inputs.numbers
         key = torch.arange(bucket.keys, device=count.device)
         committed = key < count[..., None]
         dtype = pool.kv.layers[0].dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from langchain_card.runtime.adapters import Adapters
 from langchain_card.runtime.attention import ATTENTION_NAME, card_attention, register
 from langchain_card.runtime.families import decoder_layers
 from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs, longest
@@ -44,10 +46,19 @@ class GridSteps:
         window: number of keys that a sliding layer sees, or None if the model has no such layer.
         width: rows of each sequence, if all steps use one bucket with all sequences and positions; None to use the
             smallest bucket for each step.
+        adapters: of the model, which sequences may use.
     """
 
-    def __init__(self, model: Any, pool: KVPool[TensorKV], *, window: int | None, width: int | None = None) -> None:
-        self._model, self._pool, self._window = model, pool, window
+    def __init__(
+        self,
+        model: Any,
+        pool: KVPool[TensorKV],
+        *,
+        window: int | None,
+        width: int | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self._model, self._pool, self._window, self._adapters = model, pool, window, adapters
         self._only = None if width is None else Bucket(pool.num_seqs, width, pool.max_len)
         self._captured: dict[Bucket, _Captured] = {}
 
@@ -108,11 +119,13 @@ class GridSteps:
             "use_cache": False,
             "step": MaskedPlan.of(inputs, self._pool, bucket, self._window),
         }
-        if wanted is not None and not wanted:
-            self._model.get_decoder()(**call)
-            return torch.empty(0, self._model.config.get_text_config().vocab_size, device=inputs.numbers.device)
-        keep = 0 if wanted is None else torch.tensor(wanted, device=inputs.numbers.device)
-        logits: Tensor = self._model(**call, logits_to_keep=keep).logits[0]
+        rows = inputs.numbers[4].flatten()
+        with contextlib.nullcontext() if self._adapters is None else self._adapters.on(rows):
+            if wanted is not None and not wanted:
+                self._model.get_decoder()(**call)
+                return torch.empty(0, self._model.config.get_text_config().vocab_size, device=rows.device)
+            keep = 0 if wanted is None else torch.tensor(wanted, device=rows.device)
+            logits: Tensor = self._model(**call, logits_to_keep=keep).logits[0]
         return logits
 
 

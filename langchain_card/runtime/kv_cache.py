@@ -14,7 +14,9 @@ from the last committed position down to it) is a list of slots. Keeping rows co
 rejecting them costs nothing.
 
 A closed sequence leaves its text behind, from which other threads may read. The next one takes over the longest prefix
-that it shares with any text of its tenant. Texts of other tenants are never shared: response times would reveal them.
+that it shares with any text of the same owner: the tenant, and the adapter that keys and values depend on. Texts of
+other tenants are never shared: response times would reveal them. A text whose logits were not finite is not shared,
+and its slots are cleared.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+from langchain_card.runtime.adapters import NONE
 
 
 class KVStorage(Protocol):
@@ -77,6 +81,11 @@ class TensorKV:
         for device, block in self._blocks.items():
             index = torch.tensor(sources, device=device)
             block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
+
+    def clear(self, start: int, stop: int) -> None:
+        """Write zeros to slots from `start` to `stop`: zero times NaN is NaN, and a grid's mask multiplies by zero."""
+        for block in self._blocks.values():
+            block[:, :, :, start:stop] = 0
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return a copy of slots, for each device [its layers, 2, kv_heads, slots, head_dim]."""
@@ -136,14 +145,16 @@ class KVPool(Generic[Storage]):
         """Number of sequences that can still be opened."""
         return len(self._free)
 
-    def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
-        """Open a sequence for a tenant's text; a prefix known from other texts of the tenant is committed already.
+    def open(self, token_ids: Sequence[int] = (), owner: str = "") -> KVCache:
+        """Open a sequence for an owner's text; a prefix known from other texts of the owner is committed already.
 
         A free sequence that consists of the prefix alone is continued in place. From other sequences, whose texts may
         be wanted again, the prefix is copied to the sequence that was unused longest.
         """
         assert self._free, "more sequences are open than there is room for"
-        known = [common_prefix(old.token_ids, token_ids) * (old.tenant == tenant) for old in self._caches]
+        known = [
+            common_prefix(old.token_ids, token_ids) * (old.owner == owner and not old.damaged) for old in self._caches
+        ]
         shared = max(known)
         donor = self._caches[known.index(shared)]
         free = self._low() if self._compact else self._free
@@ -152,7 +163,7 @@ class KVPool(Generic[Storage]):
         with self.lock:
             if cache is not donor and shared:
                 self.kv.copy(range(donor.first_position, donor.first_position + shared), cache.first_position)
-            cache.token_ids, cache.tenant = list(token_ids[:shared]), tenant
+            cache.token_ids, cache.owner = list(token_ids[:shared]), owner
         return cache
 
     def _low(self) -> list[KVCache]:
@@ -161,14 +172,30 @@ class KVPool(Generic[Storage]):
         return [cache for cache in self._free if cache.index < size]
 
     def close(self, cache: KVCache) -> None:
-        """Close a sequence; its committed positions may serve a later text."""
+        """Close a sequence; its committed positions may serve a later text, unless it is damaged.
+
+        Closed texts of the owner that begin like a damaged one are forgotten as well: it may have taken over from them
+        what damaged it.
+        """
         self._free.append(cache)
+        if cache.damaged:
+            damaged = cache.token_ids[:1]
+            for other in [old for old in self._free if old.owner == cache.owner and old.token_ids[:1] == damaged]:
+                self._clear(other)
+
+    def _clear(self, cache: KVCache) -> None:
+        """Forget the text of a closed sequence, and clear the slots that it may have written."""
+        with self.lock:
+            used = min(self.num_slots, 2 * self.num_scratch + cache.length)
+            if isinstance(self.kv, TensorKV):  # of integers, no row reads what is not its own
+                self.kv.clear(cache.base, cache.base + used)
+            cache.token_ids, cache.damaged = [], False
 
     def forget(self) -> None:
         """Close all sequences and forget their texts."""
         with self.lock:
             for cache in self._caches:
-                cache.token_ids = []
+                cache.token_ids, cache.damaged = [], False
         self._free = [*self._caches]
 
 
@@ -180,13 +207,16 @@ class KVCache:
         index: index of the sequence in the pool.
         base: first slot of the sequence in the pool.
         token_ids: tokens of the committed positions.
-        tenant: owner of the text.
+        owner: of the text.
+        adapter: number of the adapter with which it is read (`adapters.NONE` for none).
+        damaged: whether logits after the text were not finite numbers; set by whoever sees them.
     """
 
     def __init__(self, pool: KVPool[Any], index: int) -> None:
         self.pool, self.index, self.base = pool, index, index * pool.num_slots
         self.token_ids: list[int] = []
-        self.tenant = ""
+        self.owner, self.adapter = "", NONE
+        self.damaged = False
 
     @property
     def length(self) -> int:
@@ -205,20 +235,20 @@ class KVCache:
             self.pool.kv.copy([self.base + slot for slot in slots], self.base + here)
         self.token_ids += token_ids
 
-    def read(self, start: int, token_ids: list[int], tenant: str) -> dict[str, Tensor] | None:
+    def read(self, start: int, token_ids: list[int], owner: str) -> dict[str, Tensor] | None:
         """Return a copy of a text's keys and values from a position on, from any thread.
 
         Args:
             start: first position, in whole blocks of the storage.
             token_ids: of all positions up to the last one that is returned.
-            tenant: owner of the text.
+            owner: of the text.
 
         Returns:
             What the storage's `read` returns; None if the sequence holds another text by now.
         """
         first, stop = self.first_position, len(token_ids)
         with self.pool.lock:
-            if (self.tenant, self.token_ids[:stop]) != (tenant, token_ids):
+            if (self.owner, self.token_ids[:stop]) != (owner, token_ids):
                 return None
             parts: dict[str, Tensor] = self.pool.kv.read(first + start, first + stop)
             return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from langchain_card.runtime.adapters import NONE, Adapters
 from langchain_card.runtime.families import KVShape, decoder_layers, kv_shape
 from langchain_card.runtime.grid_steps import GridSteps
 from langchain_card.runtime.kv_cache import KVCache, KVPool, TensorKV
@@ -32,6 +34,7 @@ class ModelRunner:
         width: rows of each sequence in every step, padded; None for no padding. A width makes steps of all schedules
             the same arithmetic, in any dtype (`exact="strict"`).
         integer_kv: whether keys and values are integers (`IntegerKV`); for float32 activations, without grids.
+        adapters: of the model, which sequences may use.
         on_capture: called before each capture with the number of steps that are captured, and of all.
 
     Attributes:
@@ -48,11 +51,12 @@ class ModelRunner:
         execution: str | None = None,
         width: int | None = None,
         integer_kv: bool = False,
+        adapters: Adapters | None = None,
         on_capture: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.model = model
         self.max_len = max_len
-        self.num_scratch = num_scratch
+        self.num_scratch, self._adapters = num_scratch, adapters
         config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -70,7 +74,7 @@ class ModelRunner:
         self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._grids: GridSteps | None = None
         if in_grids:
-            self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width)
+            self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width, adapters=adapters)
             if self._stream is not None and execution != "eager" and len(set(devices)) == 1:
                 self._grids.capture(self._stream, on_capture)
         else:
@@ -81,9 +85,14 @@ class ModelRunner:
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
 
-    def open(self, token_ids: Sequence[int] = (), tenant: str = "") -> KVCache:
-        """Open a sequence; a prefix of `token_ids` that is known from the tenant's texts is committed already."""
-        return self.pool.open(token_ids, tenant)
+    def open(self, token_ids: Sequence[int] = (), tenant: str = "", adapter: str = "") -> KVCache:
+        """Open a sequence; a prefix that is known from the tenant's texts with this adapter is committed already."""
+        if self._adapters is None:
+            return self.pool.open(token_ids, tenant)
+        owner = f"{tenant}\n{self._adapters.digest(adapter)}" if adapter else tenant  # no tenant has a line break
+        cache = self.pool.open(token_ids, owner)
+        cache.adapter = self._adapters.number(adapter)
+        return cache
 
     def close(self, cache: KVCache) -> None:
         """Close a sequence."""
@@ -149,12 +158,20 @@ class ModelRunner:
             "use_cache": False,
             "step": self._row_stable.plan_step(batch),
         }
-        if not wanted:
-            self.model.get_decoder()(**inputs)
-            return torch.empty(0, self.model.config.get_text_config().vocab_size)
-        keep = 0 if len(wanted) == num_rows else torch.tensor(wanted)
-        logits: Tensor = self.model(**inputs, logits_to_keep=keep).logits[0]
+        with self._with_adapters(batch):
+            if not wanted:
+                self.model.get_decoder()(**inputs)
+                return torch.empty(0, self.model.config.get_text_config().vocab_size)
+            keep = 0 if len(wanted) == num_rows else torch.tensor(wanted)
+            logits: Tensor = self.model(**inputs, logits_to_keep=keep).logits[0]
         return logits
+
+    def _with_adapters(self, batch: Sequence[Rows]) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a pass in which each row uses the adapter of its sequence."""
+        if self._adapters is None or all(rows.cache.adapter == NONE for rows in batch):
+            return contextlib.nullcontext()
+        numbers = [rows.cache.adapter for rows in batch for _ in rows.token_ids]
+        return self._adapters.on(torch.tensor(numbers))
 
 
 def _floats(

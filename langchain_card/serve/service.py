@@ -42,7 +42,7 @@ class Service:
         metrics: the application's metrics.
         draining: True refuses new requests, while running ones continue.
         ending: done when running requests must end, too; exists once `open` was called.
-        names: names under which the model is served.
+        names: names under which the model is served without an adapter.
         parsing: held while a large body is parsed: they are parsed one at a time.
     """
 
@@ -53,6 +53,8 @@ class Service:
         self.settings, self.metrics, self.draining = settings, Metrics(), False
         self.parsing = asyncio.Lock()
         self.names: tuple[str, ...] = settings.model_names or _default_names(model.model)
+        for name in {*self.names} & {*model.adapters}:
+            raise InvalidInputError("adapters", name, "is a name of the model, too", "give the adapter another name")
         models = [name for name in (model.model, model.draft_model) if name is not None]
         self.model._shown_name = self.names[0]
         self._shown = {name: os.path.basename(name) for name in models if os.sep in name} | {model.model: self.names[0]}
@@ -72,9 +74,26 @@ class Service:
         """Release the model; if nothing else uses its engine, the engine is closed and its answers end."""
         await asyncio.to_thread(self.model.close)
 
-    def reader(self, request: Request, consumer: AnswerConsumer) -> CARDChatModel:
-        """Return the model for one request. With keys, it drafts only from texts of requests with the same key."""
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """What requests may name: the model and its adapters."""
+        return (*self.names, *self.model.adapters)
+
+    def reader(self, request: Request, consumer: AnswerConsumer, name: str | None = None) -> CARDChatModel:
+        """Return the model for one request. With keys, it drafts only from texts of requests with the same key.
+
+        Args:
+            request: the request.
+            consumer: receives its generations.
+            name: what the request names, the model or an adapter; None where it names nothing.
+
+        Raises:
+            Refused: there is nothing of this name.
+        """
         reader = self.model.for_consumer(consumer)
+        if name is not None:
+            self.check_name(name)
+            reader.adapter = name if name in self.model.adapters else ""
         reader.tenant = getattr(request.state, "tenant", reader.tenant)
         return reader
 
@@ -87,9 +106,9 @@ class Service:
             return EngineState(0, 0, {TARGET: Health("given up")})
 
     def check_name(self, name: str) -> None:
-        """Raise `Refused` if the model is not served under this name."""
-        if name not in self.names:
-            message = f"model = {name[:100]!r}: is not served here; there is {', '.join(self.names)}."
+        """Raise `Refused` if neither the model nor an adapter has this name."""
+        if name not in self.all_names:
+            message = f"model = {name[:100]!r}: is not served here; there is {', '.join(self.all_names)}."
             raise Refused(Problem(404, message, param="model", code="model_not_found"))
 
     def check_messages(self, count: int) -> None:

@@ -67,7 +67,8 @@ class ProposalLog:
             assert 0 <= parent < i, f"the parent of node {i} is {parent}: it must be a node before it"
             above = self._nodes[parent]
             assert above is not None, f"the parent of node {i} is {parent}, which is in no proposal of this epoch"
-            self.children.setdefault(above, {}).setdefault(token, score)
+            if score > -math.inf:  # else it never enters the cache
+                self.children.setdefault(above, {}).setdefault(token, score)
             self._nodes.append((*above, token))
         unknown = [number for number in p.expanded if not 0 <= number < len(self._nodes)]
         assert not unknown, f"expanded has {unknown}: nodes are numbered from 0 to {len(self._nodes) - 1}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,14 @@ import torch
 from langchain_card.bench import doctor, machine
 from langchain_card.bench.step_times import Device
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Schedule
+from langchain_card.config import EngineConfig, Limits, Schedule
 from langchain_card.core.request import SamplingParams
+from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.engine import Engine
+from langchain_card.errors import DeviceError
+from langchain_card.models import loader
+from langchain_card.models.budget import check_budget
+from langchain_card.models.loader import resolve
 from langchain_card.runtime.cpu import vectors
 from tests.support import tiny, vocabularies
 
@@ -53,6 +60,23 @@ def test_advice_fits_what_was_measured() -> None:
     assert "often wrong" in advice(trial(10.0, 12.0, hits=0.5)) and "often wrong" not in advice(trial(10.0, 12.0))
     assert "small model of the same family" in advice(trial(10.0, 12.0), None, ALONE)
     assert all("langchain-card bench" in advice(trial(10.0, best)) for best in (5.0, 20.0))
+
+
+def test_the_sum_of_memory_is_what_the_engine_asks_for(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of one sequence and that of all is exactly what `check_budget` demands."""
+    config = EngineConfig(pair[1], pair[3], dtype="float64", max_model_len=100_000, limits=Limits(max_num_seqs=4))
+    monkeypatch.setattr(loader, "context_length", lambda _: 100_000)
+    found = resolve(config)
+    alone = re.findall(
+        r"one full sequence takes ([\d.]+) GiB of cpu in all", " ".join(doctor.about_memory(found, config))
+    )
+    (line,) = doctor.about_room(found, config)
+    (full,) = re.findall(r"up to 4 requests will run at once, which take ([\d.]+) GiB of cpu when all are full", line)
+    for num_seqs, said in ((1, float(alone[0])), (4, float(full))):
+        ask = partial(check_budget, found, num_seqs, config.limits.max_window, SCRATCH)
+        ask(free=lambda _, room=said + 0.06: int(room * 2**30))
+        with pytest.raises(DeviceError):
+            ask(free=lambda _, room=said - 0.06: int(room * 2**30))
 
 
 def test_a_prediction_that_was_not_borne_out_is_told() -> None:

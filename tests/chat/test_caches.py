@@ -46,6 +46,8 @@ DIFFERENT: list[dict[str, Any]] = [
     {"max_tokens": 9},
     {"temperature": 0.5},
     {"seed": 1},
+    {"adapters": {"style": "/models/style"}},
+    {"adapter": "style"},
     {"stop": ["x"]},
     {"top_k": 2},
     {"top_p": 0.5},
@@ -75,6 +77,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return submit(self, prompt_ids, params)
 
     monkeypatch.setattr(Engine, "submit", recorded)
+    monkeypatch.setattr(Engine, "warm_up", lambda *_: None)  # it submits where kernels were compiled
     return asked
 
 

@@ -46,6 +46,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return submit(self, prompt_ids, params)
 
     monkeypatch.setattr(Engine, "submit", recorded)
+    monkeypatch.setattr(Engine, "warm_up", lambda *_: None)  # it submits where kernels were compiled
     return asked
 
 

@@ -48,6 +48,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
         return generations[-1]
 
     monkeypatch.setattr(Engine, "submit", recorded)
+    monkeypatch.setattr(Engine, "warm_up", lambda *_: None)  # it submits where kernels were compiled
     return generations
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
-from langchain_card import CARDChatModel
+from langchain_card import CARDChatModel, chat_model
 from langchain_card.config import Pins
 from langchain_card.errors import ContextOverflowError, InvalidInputError
 from tests.support import SMALL, tiny
@@ -146,6 +147,41 @@ def test_response_metadata(model: CARDChatModel) -> None:
     assert card["seed"] == 0
     assert card["closed"] is False
     assert {type(value) for value in card.values()} == {str, int, float, dict, bool}
+
+
+def test_the_time_to_the_first_token_is_what_the_caller_waits_for(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading is apart, here half a second; the template, the tokenizer and the reading of the prompt are within."""
+    with CARDChatModel(**toy, max_model_len=1024).load() as model:
+        for slow in (0.5, 0.0):
+            with monkeypatch.context() as patch:
+                patch.setattr(CARDChatModel, "_engine", slowed(CARDChatModel._engine, slow))
+                called, arrived, last = time.perf_counter(), 0.0, None
+                for last in model.stream(CHINESE * 6):  # noqa: B007
+                    arrived = arrived or time.perf_counter() - called
+            assert last is not None
+            card = last.response_metadata["card"]
+            assert slow <= card["load_time"] < slow + 0.3
+            assert arrived - 1.0 < card["time_to_first_token"] + card["load_time"] <= arrived
+            assert 0 < card["time_to_first_token"] <= arrived - slow
+
+
+def test_a_slow_tokenizer_counts_for_the_first_token(toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with CARDChatModel(**toy).load() as model:
+        monkeypatch.setattr(chat_model, "encode", slowed(chat_model.encode, 0.3))
+        whole = model.invoke(REPEAT).response_metadata["card"]["time_to_first_token"]
+        streamed = [*model.stream(REPEAT)][-1].response_metadata["card"]["time_to_first_token"]
+        awaited = asyncio.run(model.ainvoke(REPEAT)).response_metadata["card"]["time_to_first_token"]
+    assert all(0.3 <= seconds < 3 for seconds in (whole, streamed, awaited))
+
+
+def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **options)
+
+    return call
 
 
 def test_no_half_characters(model: CARDChatModel) -> None:

@@ -97,8 +97,8 @@ def test_masks_are_what_is_accepted(name: str, case: str) -> None:
         assert taken == [token for token in every if token in {*may}], said
         refused = [token for token in every if token not in taken]
         assert not state.accept(refused[0]) and tokens(state) == may, "a refusal changes nothing"
-        forced, own = state.forced(), state.fork()
-        assert all(map(own.accept, forced)) and tokens(state) == may
+        forced = state.forced()
+        assert state.fork().fitting(forced) == len(forced) and tokens(state) == may
 
 
 def test_forks_know_nothing_of_each_other() -> None:
@@ -107,9 +107,9 @@ def test_forks_know_nothing_of_each_other() -> None:
     state.accept(*byte_tokenizer()("a").input_ids)
     one, other = state.fork(), state.fork()
     assert one.forced() == [] and one.accept(*byte_tokenizer()("b").input_ids)
-    assert text("bytes", one.forced()) == 'c"' and text("bytes", list(one.closing(9) or ())) == 'c"'
+    assert text("bytes", one.forced()) == 'c"<|end|>' and text("bytes", list(one.closing(9) or ())) == 'c"'
     assert not other.accept(*byte_tokenizer()("c").input_ids)
-    assert other.accept(*byte_tokenizer()("x").input_ids) and text("bytes", other.forced()) == 'y"'
+    assert other.accept(*byte_tokenizer()("x").input_ids) and text("bytes", other.forced()) == 'y"<|end|>'
     assert len(tokens(state)) == 2 and state.forced() == []
 
 
@@ -117,7 +117,23 @@ def test_an_end_of_text_comes_last() -> None:
     state = start({"const": 12})
     assert eos("bytes") not in tokens(state)
     assert all(map(state.accept, byte_tokenizer()("12").input_ids))
-    assert tokens(state) == [eos("bytes")] and state.closing(0) == () and state.forced() == []
+    assert tokens(state) == state.forced() == [eos("bytes")] and state.closing(0) == ()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_fits_is_what_is_accepted(case: str) -> None:
+    """Along random texts of every case: the first token that does not fit is the first that is refused."""
+    for seed in range(4):
+        rng, state = random.Random(seed), start(CASES[case])
+        *_, said = walk(state.fork(), rng, "bytes", 12)
+        for change in (None, rng.randrange(256), eos("bytes")):
+            ahead = said if change is None else [*said[: rng.randrange(len(said) + 1)], change, *said[:1]]
+            behind, count = state.fork(), 0
+            while count < len(ahead) and behind.accept(ahead[count]):
+                count += 1
+            ends = ahead[count : count + 1] == [eos("bytes")] and eos("bytes") in tokens(behind)
+            assert state.fitting(ahead) == count + ends
+            assert behind.fitting(ahead[count:]) == ends, "from where it stopped, too"
 
 
 @pytest.mark.parametrize("case", CASES)

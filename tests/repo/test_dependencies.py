@@ -29,8 +29,11 @@ MODULES_OF_EXTRAS = {
     "testing": ("testing/conformance.py", "testing/calls.py"),
 }
 """Where an extra's packages may be imported, by how paths begin."""
-PEERS = {"bench/peers/process.py": {"flashspec"}}
-"""Packages that a method of `bench` is named after: it is refused where they are not installed."""
+OTHERS = {
+    "bench/peers/process.py": {"flashspec"},
+    "chat/deep_agents.py": {"deepagents", "langchain", "langgraph"},
+}
+"""Packages of no extra: a method of `bench` is refused without its own; only deepagents imports the other module."""
 
 
 def normal(name: str) -> str:
@@ -72,7 +75,7 @@ def modules() -> Iterator[tuple[str, set[str]]]:
 def allowed(path: str) -> set[str]:
     """What a module may import."""
     extras = [extra for extra, places in MODULES_OF_EXTRAS.items() if path.startswith(places)]
-    return required(PROJECT["dependencies"]).union(PEERS.get(path, ()), *(required(EXTRAS[extra]) for extra in extras))
+    return required(PROJECT["dependencies"]).union(OTHERS.get(path, ()), *(required(EXTRAS[extra]) for extra in extras))
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     "packages": tuple(f"card-tiny-part{number}==1.0" for number in range(4)),
     "member": "*/data/part*.bin",
     "context_length": 32,
+    "shape": {},
 }
 WORKER = """
 import json, sys

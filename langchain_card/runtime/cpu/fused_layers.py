@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from langchain_card.runtime.cpu import row_layers
+from langchain_card.runtime.adapters import TakeAdapters, rows_with_adapters
+from langchain_card.runtime.cpu import low_rank, row_layers
 from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.integer_kv import IntegerKV
+from langchain_card.runtime.cpu.low_rank import LayerAdapters, no_adapters
 from langchain_card.runtime.cpu.plan import RowStablePlan, arrays, kernel_heads
 from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm, LinearPart, QuantizedLinear, as_array
 from langchain_card.runtime.cpu.row_attention import Seen
@@ -62,7 +64,8 @@ class FusedLayer(nn.Module):
         weights = [norm.weight.numpy() for norm in of_heads]
         self._head_norms = np.stack(weights) if weights else np.empty((0, 0), np.float32)
         self._head_eps = np.float32(of_heads[0].eps if of_heads else 0.0)
-        self._bias = as_array(self.qkv.bias)
+        self._bias, self._none = as_array(self.qkv.bias), no_adapters()
+        self._sizes: list[int] = attention.q_proj.sizes
         self._head_dim: int = attention.head_dim
         self._num_heads, self._num_kv_heads, values = (size // self._head_dim for size in attention.q_proj.sizes)
         if values != self._num_kv_heads or sum(attention.q_proj.sizes) % self._head_dim:
@@ -79,24 +82,52 @@ class FusedLayer(nn.Module):
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
     ) -> Tensor:
         """Run the layer: [1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
-        x = hidden[0].numpy().copy()
+        x, adapters = hidden[0].numpy().copy(), _adapters(self, self._none)
         (first, first_eps), (second, second_eps) = self._norms
         counts = self._num_heads, self._num_kv_heads, self._num_kv_heads
         q, k, v = (np.empty((len(x), count, self._head_dim), np.float32) for count in counts)
         cos, sin = (part[0].contiguous().numpy() for part in position_embeddings)
         with cores() as team:
             row_layers.heads(
-                x, first, first_eps, self.qkv.weights, self._bias, cos, sin, self._head_norms, self._head_eps,
-                q, k, v, team,
+                x, first, first_eps, self.qkv.weights, adapters, self._bias, cos, sin, self._head_norms,
+                self._head_eps, q, k, v, team,
             )  # fmt: skip
         query, key, value = (torch.from_numpy(part).transpose(0, 1)[None] for part in (q, k, v))
         mixed = step.attend(self.layer_idx, query, key, value, self._options)
         attended = mixed.reshape(len(x), -1).contiguous().numpy()
         with cores() as team:
             row_layers.rest(
-                x, attended, self.out.weights, second, second_eps, self.gate_up.weights, self.down.weights, team
-            )
+                x, attended, self.out.weights, second, second_eps, self.gate_up.weights, self.down.weights, adapters,
+                team,
+            )  # fmt: skip
         return torch.from_numpy(x)[None]
+
+    def lay_out_adapters(self, layers: str, take: TakeAdapters) -> dict[nn.Module, LayerAdapters]:
+        """Return this layer's adapters, or nothing.
+
+        Args:
+            layers: name of the list of layers in transformers' model.
+            take: returns the adapters of a linear layer by its name, and the numbers of its features and outputs.
+        """
+        found = self.take_adapters(layers, take)
+        return {self: low_rank.lay_out([found])[1][0]} if low_rank.any_adapters([found]) else {}
+
+    def take_adapters(self, layers: str, take: TakeAdapters) -> list[list[low_rank.AdaptedPart]]:
+        """Return for each matrix the adapters of the linear layers in it."""
+        half = self.gate_up.out_features // 2
+        matrices = [
+            (self.qkv, "self_attn", ("q_proj", "k_proj", "v_proj"), self._sizes),
+            (self.out, "self_attn", ("o_proj",), [self.out.out_features]),
+            (self.gate_up, "mlp", ("gate_proj", "up_proj"), [half, half]),
+            (self.down, "mlp", ("down_proj",), [self.down.out_features]),
+        ]
+        return [
+            [
+                low_rank.AdaptedPart(take(f"{layers}.{self.layer_idx}.{parent}.{name}", matrix.in_features, size), size)
+                for name, size in zip(names, sizes, strict=True)
+            ]
+            for matrix, parent, names, sizes in matrices
+        ]
 
 
 class FusedStack(nn.Module):
@@ -127,6 +158,7 @@ class FusedStack(nn.Module):
             num_heads=first._num_heads,
             num_kv_heads=first._num_kv_heads,
         )
+        self._none = no_adapters(len(layers))
         self._prepare(first._head_dim)
 
     def _prepare(self, head_dim: int) -> None:
@@ -135,7 +167,7 @@ class FusedStack(nn.Module):
         kv = IntegerKV(1, layers=len(self.stacked_layers), kv_heads=self._stack.num_kv_heads, head_dim=head_dim)
         seen = Seen(zero, zero, zero + 1, zero[:0], zero)
         with cores() as team:
-            row_layers.decode(x, self._stack, angles, angles, arrays(kv), seen, team)
+            row_layers.decode(x, self._stack, self._none, angles, angles, arrays(kv), seen, team)
 
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
@@ -146,8 +178,23 @@ class FusedStack(nn.Module):
                 hidden = layer(hidden, position_embeddings=position_embeddings, step=step)
             return hidden
         hidden = hidden.clone()
-        step.decode(self._stack, hidden, *position_embeddings)
+        step.decode(self._stack, _adapters(self, self._none), hidden, *position_embeddings)
         return hidden
+
+    def lay_out_adapters(self, layers: str, take: TakeAdapters) -> dict[nn.Module, LayerAdapters]:
+        """Return the adapters of the stack and, as parts of the same arrays, of each layer; or nothing."""
+        own_layers: Any = self.stacked_layers
+        found = [layer.take_adapters(layers, take) for layer in own_layers]
+        if not low_rank.any_adapters(found):
+            return {}
+        stack, own = low_rank.lay_out(found)
+        return {self: stack, **dict(zip(own_layers, own, strict=True))}
+
+
+def _adapters(module: nn.Module, none: LayerAdapters) -> LayerAdapters:
+    """Return a module's adapters with the rows of this thread's step, or `none`."""
+    found = rows_with_adapters(module)
+    return none if found is None else found[0]._replace(rows=found[1].numpy())
 
 
 def _stacked(linear: Sequence[QuantizedLinear]) -> Weights:

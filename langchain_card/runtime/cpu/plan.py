@@ -17,6 +17,7 @@ from torch import Tensor
 from langchain_card.runtime.cpu import block_attention, row_attention, row_layers
 from langchain_card.runtime.cpu.compiled import Slots
 from langchain_card.runtime.cpu.integer_kv import Blocks, IntegerKV, of_layer
+from langchain_card.runtime.cpu.low_rank import LayerAdapters
 from langchain_card.runtime.cpu.row_layers import Stack
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
@@ -51,19 +52,21 @@ class RowStablePlan:
                 out = row_attention.attend(q, k, v, kv.layers[layer].numpy(), self.seen, heads, team)
         return torch.from_numpy(out)[None].to(query.dtype)
 
-    def decode(self, stack: Stack, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def decode(self, stack: Stack, adapters: LayerAdapters, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Run all layers in one call.
 
         Args:
             stack: the model's layers.
+            adapters: of all layers.
             hidden: [1, rows, features]; replaced by the output.
             cos: [1, rows, head_dim], cosines of the rows' positions.
             sin: [1, rows, head_dim], sines of the rows' positions.
         """
         with cores() as team:
             row_layers.decode(
-                hidden[0].numpy(), stack, cos[0].numpy(), sin[0].numpy(), arrays(self.pool.kv), self.seen, team
-            )
+                hidden[0].numpy(), stack, adapters, cos[0].numpy(), sin[0].numpy(), arrays(self.pool.kv), self.seen,
+                team,
+            )  # fmt: skip
 
 
 def arrays(kv: TensorKV | IntegerKV) -> row_layers.KV:

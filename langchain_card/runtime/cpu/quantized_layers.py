@@ -64,18 +64,19 @@ class QuantizedEmbedding(nn.Module):
     Args:
         form: number of the blocks' format.
         rows: [tokens, bytes]; a view of a mapped file takes memory only for the tokens that are used.
+        scale: factor of all rows, as Gemma has one.
     """
 
-    def __init__(self, form: int, rows: Bytes) -> None:
+    def __init__(self, form: int, rows: Bytes, scale: float = 1.0) -> None:
         super().__init__()
-        self._form, self._rows = form, rows
+        self._form, self._rows, self._scale = form, rows, scale
         self.num_embeddings = len(rows)
         self.embedding_dim = rows.shape[1] // FORMATS[form].size * FORMATS[form].features
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up [...] token ids: float32 [..., embedding_dim]."""
         found = dequantize(self._form, self._rows[token_ids.reshape(-1).numpy()])
-        return torch.from_numpy(found).view(*token_ids.shape, self.embedding_dim)
+        return torch.from_numpy(found).mul_(self._scale).view(*token_ids.shape, self.embedding_dim)
 
 
 class LinearPart(nn.Module):
@@ -93,6 +94,7 @@ class LinearPart(nn.Module):
     ) -> None:
         super().__init__()
         self._whole, self.sizes, self._index, self._last = (whole,), sizes, index, last
+        self.in_features, self.out_features = whole.in_features, sizes[index]
 
     @property
     def whole(self) -> QuantizedLinear:

@@ -193,13 +193,24 @@ def read_weights(model: Any, packing: Packing, dtype: torch.dtype) -> None:
         model.set_submodule(name, layer)
     for name, module in list(model.named_modules()):
         table = tensors.get(f"{name}.weight")
-        if isinstance(module, nn.Embedding) and table is not None and table.form is not None:
-            _check_shape(f"{name}.weight", table.shape, module.weight.shape)
-            model.set_submodule(name, QuantizedEmbedding(table.form, table.rows()))
+        scale = _table_scale(module)
+        if scale is not None and table is not None and table.form is not None:
+            _check_shape(f"{name}.weight", table.shape, (module.num_embeddings, module.embedding_dim))
+            model.set_submodule(name, QuantizedEmbedding(table.form, table.rows(), scale))
             continue
         _fill(module, name, tensors, dtype)
         if (norm := fuse_norm(module)) is not None:
             model.set_submodule(name, norm)
+
+
+def _table_scale(module: nn.Module) -> float | None:
+    """Return the factor of a table of embeddings; None if a module is none, or does more with its rows than that."""
+    if not isinstance(module, nn.Embedding):
+        return None
+    if type(module).forward is nn.Embedding.forward:
+        return 1.0
+    scale: Any = getattr(module, "embed_scale", None)
+    return None if scale is None else float(scale)
 
 
 def _check(tensors: StoredTensors, name: str, module: nn.Linear, most: int | None) -> None:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from langchain_card.runtime.cpu import block_attention, row_attention
+from langchain_card.runtime.cpu import block_attention, low_rank, row_attention
 from langchain_card.runtime.cpu.blocks.activations import Rounded, empty_rounded, round_block, scratch
 from langchain_card.runtime.cpu.blocks.kernel import BLOCK
 from langchain_card.runtime.cpu.blocks.matmul import Weights, multiply, one
 from langchain_card.runtime.cpu.compiled import Array, Numbers, Slots, compiled, row_wise
 from langchain_card.runtime.cpu.integer_kv import Blocks, of_layer
+from langchain_card.runtime.cpu.low_rank import LayerAdapters, LowRank
 from langchain_card.runtime.cpu.row_attention import Heads, Seen
 from langchain_card.runtime.cpu.row_kernels import dot, gate_row, norm_factor, norm_row, split_heads
 from langchain_card.runtime.cpu.team import Team, together
@@ -71,12 +72,15 @@ class KV(NamedTuple):
 
 
 @compiled()
-def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, team: Team) -> None:
+def decode(
+    x: Array, stack: Stack, adapters: LayerAdapters, cos: Array, sin: Array, kv: KV, seen: Seen, team: Team
+) -> None:
     """Run all layers.
 
     Args:
         x: [rows, features]; replaced by the output.
         stack: the model's layers.
+        adapters: of all layers.
         cos: [rows, head_dim], cosines of the rows' positions.
         sin: [rows, head_dim], sines of the rows' positions.
         kv: keys and values.
@@ -88,8 +92,9 @@ def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, t
     k = np.empty((rows, stack.num_kv_heads, size), np.float32)
     v = np.empty_like(k)
     for i in range(len(stack.norms)):
+        own = low_rank.of_layer(adapters, i)
         heads(
-            x, stack.norms[i, 0], stack.eps[i, 0], one(stack.qkv, i), stack.bias[i], cos, sin, stack.head_norms[i],
+            x, stack.norms[i, 0], stack.eps[i, 0], one(stack.qkv, i), own, stack.bias[i], cos, sin, stack.head_norms[i],
             stack.head_eps[i], q, k, v, team,
         )  # fmt: skip
         wanted = Heads(stack.windows[i], stack.scalings[i], stack.softcaps[i])
@@ -99,7 +104,7 @@ def decode(x: Array, stack: Stack, cos: Array, sin: Array, kv: KV, seen: Seen, t
             attended = block_attention.attend(q, k, v, of_layer(kv.blocks, i), seen, wanted, team)
         rest(
             x, attended.reshape(rows, -1), one(stack.out, i), stack.norms[i, 1], stack.eps[i, 1], one(stack.gate_up, i),
-            one(stack.down, i), team,
+            one(stack.down, i), own, team,
         )  # fmt: skip
 
 
@@ -116,7 +121,7 @@ def linear(x: Array, weights: Weights, bias: Array, team: Team) -> Array:
     Returns:
         [rows, outputs].
     """
-    y = _product(x, np.empty(0, np.float32), np.float32(0), weights, team)
+    y = multiply(_rounded(x, np.empty(0, np.float32), np.float32(0), weights.features, team), weights, team)
     out = np.empty((len(x), weights.outputs), np.float32)
     for n in range(len(x)):
         for i in range(weights.outputs):
@@ -150,8 +155,8 @@ _dots_together = together(_dots)
 
 @compiled()
 def heads(
-    x: Array, norm: Array, eps: np.float32, qkv: Weights, bias: Array, cos: Array, sin: Array, head_norms: Array,
-    head_eps: np.float32, q: Array, k: Array, v: Array, team: Team,
+    x: Array, norm: Array, eps: np.float32, qkv: Weights, adapters: LayerAdapters, bias: Array, cos: Array, sin: Array,
+    head_norms: Array, head_eps: np.float32, q: Array, k: Array, v: Array, team: Team,
 ) -> None:  # fmt: skip
     """Run a layer from its input to the queries, keys and values of its attention.
 
@@ -160,6 +165,7 @@ def heads(
         norm: [features] weight of the first norm.
         eps: epsilon of that norm.
         qkv: matrix of queries, keys and values.
+        adapters: of the layer.
         bias: bias of that product, or empty.
         cos: [rows, head_dim], cosines of the rows' positions.
         sin: [rows, head_dim], sines of the rows' positions.
@@ -170,7 +176,7 @@ def heads(
         v: [rows, kv_heads, head_dim], output.
         team: of `team.cores`.
     """
-    y = _product(x, norm, eps, qkv, team)
+    y = _product(x, norm, eps, qkv, adapters.qkv, adapters.rows, team)
     _split_together(team, (y, bias, cos, sin, head_norms, head_eps, q, k, v))
 
 
@@ -192,8 +198,9 @@ _split_together = together(_split)
 
 @compiled()
 def rest(
-    x: Array, attended: Array, out: Weights, norm: Array, eps: np.float32, gate_up: Weights, down: Weights, team: Team
-) -> None:
+    x: Array, attended: Array, out: Weights, norm: Array, eps: np.float32, gate_up: Weights, down: Weights,
+    adapters: LayerAdapters, team: Team,
+) -> None:  # fmt: skip
     """Run a layer from the results of its attention to its output.
 
     Args:
@@ -204,27 +211,41 @@ def rest(
         eps: epsilon of that norm.
         gate_up: matrix of gates and ups.
         down: matrix after the gates.
+        adapters: of the layer.
         team: of `team.cores`.
     """
-    _add(x, _product(attended, np.empty(0, np.float32), np.float32(0), out, team))
+    rows = adapters.rows
+    _add(x, _product(attended, np.empty(0, np.float32), np.float32(0), out, adapters.out, rows, team))
     for begin in range(0, len(x), _FED_ROWS):
-        own = x[begin : begin + _FED_ROWS]
-        y = _product(own, norm, eps, gate_up, team)
+        own, own_rows = x[begin : begin + _FED_ROWS], rows[begin : begin + _FED_ROWS]
+        y = _product(own, norm, eps, gate_up, adapters.gate_up, own_rows, team)
         rounded = empty_rounded(len(own), down.features)
         _gate_together(team, (y, gate_up.outputs // 2, down.features, rounded))
-        _add(own, multiply(rounded, down, team))
+        products = multiply(rounded, down, team)
+        low_rank.add(products, rounded, down.features, adapters.down, own_rows, team)
+        _add(own, products)
 
 
 @compiled()
-def _product(x: Array, norm: Array, eps: np.float32, weights: Weights, team: Team) -> Array:
-    """Multiply rows, normed first if there is a norm."""
-    rounded = empty_rounded(len(x), weights.features)
-    if len(x) == 1:
-        norm_and_round(x, norm, eps, weights.features, rounded, 0, 1)
-    else:
-        _rows_together(team, (x, norm, eps, weights.features, rounded))
+def _product(
+    x: Array, norm: Array, eps: np.float32, weights: Weights, adapters: LowRank, rows: Slots, team: Team
+) -> Array:
+    """Multiply rows, normed first if there is a norm, and add the products of their adapters."""
+    rounded = _rounded(x, norm, eps, weights.features, team)
     products: Array = multiply(rounded, weights, team)
+    low_rank.add(products, rounded, weights.features, adapters, rows, team)
     return products
+
+
+@compiled()
+def _rounded(x: Array, norm: Array, eps: np.float32, features: int, team: Team) -> Rounded:
+    """Round rows for the kernel, normed first if there is a norm."""
+    rounded: Rounded = empty_rounded(len(x), features)
+    if len(x) == 1:
+        norm_and_round(x, norm, eps, features, rounded, 0, 1)
+    else:
+        _rows_together(team, (x, norm, eps, features, rounded))
+    return rounded
 
 
 @compiled()

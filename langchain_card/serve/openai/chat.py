@@ -31,11 +31,10 @@ def chat_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=STREAMED, summary="Answer a conversation")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        service.check_name(body.model)
+        model = service.reader(request, consumer := AnswerConsumer(), body.model)
         service.check_messages(len(body.messages))
         messages, options, name = to_messages(body.messages), body.options, body.model
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
-        model = service.reader(request, consumer := AnswerConsumer())
         if not body.stream:
             items = once(lambda: model.ainvoke(messages, stop=stop, **options))
             answer = await Exchange(service, request, items, consumer, "messages").whole()

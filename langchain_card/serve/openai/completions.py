@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        service.check_name(body.model)
-        text = Continuation(service.reader(request, consumer := AnswerConsumer()), body, consumer)
+        model = service.reader(request, consumer := AnswerConsumer(), body.model)
+        text = Continuation(model, body, consumer)
         if body.stream:
             return await Exchange(service, request, text.stream(), consumer, "prompt").stream(list)
         return JSONResponse(await Exchange(service, request, text.whole(), consumer, "prompt").whole())
@@ -51,6 +52,7 @@ class Continuation:
         self._model, self._body, self._consumer = model, body, consumer
         self._head = head("text_completion", "cmpl", body.model)
         self._length = 0  # characters of the text so far
+        self._called = time.perf_counter()
 
     async def whole(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the whole text as one object."""
@@ -62,7 +64,7 @@ class Continuation:
                 **self._head,
                 "choices": [choice],
                 "usage": _usage(generation, completion.stats),
-                **_card(generation, completion.stats),
+                **_card(generation, completion.stats, self._called),
             }
 
     async def stream(self) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -78,7 +80,7 @@ class Continuation:
                 else:
                     yield []
             completion = generation.completion()
-            card = _card(generation, completion.stats)
+            card = _card(generation, completion.stats, self._called)
             if body.card:
                 card["card"] = {**progress([], completion.stats), **card["card"]}
             end = [{**start, "choices": [self._choice("", None, completion.finish_reason.value)], **card}]
@@ -133,5 +135,5 @@ def _usage(generation: Generation, stats: RequestStats) -> dict[str, Any] | None
     return usage(counts)
 
 
-def _card(generation: Generation, stats: RequestStats) -> dict[str, Any]:
-    return figures(statistics(stats, generation.request.params.seed))
+def _card(generation: Generation, stats: RequestStats, called: float) -> dict[str, Any]:
+    return figures(statistics(stats, generation.request.params, called))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -141,3 +142,14 @@ def test_schemas_become_forms(kind: str) -> None:
     assert response_format_dict(form) == form
     assert response_format_dict({"type": "json_object", "schema": SCHEMAS[kind]})["schema"] == named["schema"]
     assert response_format_dict({"type": "number"})["json_schema"] == {"name": "response", "schema": {"type": "number"}}
+
+
+def test_without_the_package_for_grammars_tools_are_refused_when_they_are_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    words = r"tools = '...': needs the package llguidance.*langchain-card\[structured\]"
+    with pytest.raises(InvalidInputError, match=words):
+        scripted("hi").bind_tools([add])
+    with pytest.raises(InvalidInputError, match=words.replace("tools", "schema")):
+        scripted("hi").with_structured_output(JOKE)

@@ -20,6 +20,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError, InvalidInputError, ModelStoreError
 from langchain_card.models.loader import ModelSpec, Pair, resolve
 from langchain_card.models.placement import find_device
+from langchain_card.ports import Setting
 from langchain_card.runtime.threads import ThreadPlan, single_threaded
 from tests.simulation import FixedPolicy
 from tests.support import naive
@@ -57,7 +58,7 @@ def running(config: EngineConfig) -> Iterator[Engine]:
         patch.setattr(build, "Controller", lambda **_: FixedPolicy())
         patch.setattr(drafter_hosts, "FACTORY", "tests.support.children:counting_threads")
         with Engine(config, progress=told) as opened:
-            assert told.stages == [f"load {config.draft_model} in a process of its own"]
+            assert told.stages[-1:] == [f"load {config.draft_model} in a process of its own"]
             assert num_loaded_models() == before + 1, "the draft's weights are not loaded here"
             yield opened
     assert num_loaded_models() == before
@@ -101,17 +102,17 @@ def test_no_memory_for_the_weights(config: EngineConfig, monkeypatch: pytest.Mon
     spec = resolve(config).draft
     assert spec is not None
     monkeypatch.setattr(drafter_hosts, "load_model", short)
+    setting = drafter_hosts._setting_arguments(
+        Setting(9, 64), Path(), ThreadPlan(target_on_cpu=True, draft_on_cpu=True)
+    )
     with single_threaded(), pytest.raises(DeviceError, match=r"draft_device = 'cpu': has no room for .*draft"):
         drafter_hosts.build_worker(
             print,
             print,
             **drafter_hosts._model_arguments(spec),
-            max_len=64,
-            num_seqs=1,
-            vocab_size=9,
+            **setting,
             execution="",
-            num_threads=1,
-            target_folder="",
+            own_vocabulary=False,
             context=0,
         )  # type: ignore[arg-type]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -70,6 +72,10 @@ class Draw:
             tenant=self.text(),
         )
 
+    def request(self) -> Request:
+        labels = tuple(self.ints() for _ in range(self.random.choice([0, 1, 5])))
+        return Request(self.int(), self.ints(), self.params(), self.ints(), labels)
+
     def proposal(self) -> m.Proposal:
         numbers = [self.int() for _ in range(9)]
         return m.Proposal(
@@ -83,9 +89,7 @@ class Draw:
 
 MESSAGES: dict[tuple[Direction, str], Callable[[Draw], Any]] = {
     (DOWN, "Start"): lambda d: Start(d.text(), {d.text(): d.argument() for _ in range(4)}),
-    (DOWN, "Begin"): lambda d: m.Begin(
-        d.text(), Request(d.int(), d.ints(), d.params(), d.ints()), d.text(), d.ints(), d.int()
-    ),
+    (DOWN, "Begin"): lambda d: m.Begin(d.text(), d.request(), d.text(), d.ints(), d.int()),
     (DOWN, "Correct"): lambda d: m.Correct(d.text(), d.int(), d.int(), d.ints()),
     (DOWN, "Grow"): lambda d: m.Grow(d.text(), d.int(), d.ints(), d.float()),
     (DOWN, "End"): lambda d: m.End(d.text(), d.int()),
@@ -170,8 +174,14 @@ def test_messages_arrive_in_order_until_the_other_end_is_gone() -> None:
 
 
 def test_what_an_engine_and_its_supervisor_say() -> None:
-    request = Request(3, (1, 2), SamplingParams(stop=("x",), logit_bias=((1, 2.0),), grammar="start: /a/"), (0,))
-    stats = RequestStats(rounds=2, verified_by_source={"model": 5}, accepted_by_source={"model": 3}, closed=True)
+    params = SamplingParams(stop=("x",), logit_bias=((1, 2.0),), grammar="start: /a/")
+    request = Request(3, (1, 2), params, (0,), labels=((4, 5), (4,)))
+    stats = RequestStats(
+        rounds=2, verified_by_source={"model": 5}, accepted_by_source={"model": 3}, closed=True,
+        passes_by_accepted={0: 1, 3: 1}, label_logprobs=(-0.5, -math.inf),
+    )  # fmt: skip
+    several = [field.name for field in fields(stats) if isinstance(getattr(stats, field.name), dict | tuple)]
+    assert len(several) == 4 and all(getattr(stats, name) for name in several), "each is sent with some numbers"
     logprobs = (m.TokenLogprob(-0.5, ((1, -0.5), (2, -1.0))),)
     said: dict[Direction, list[Any]] = {
         f.TO_ENGINE: [

@@ -12,6 +12,7 @@ import pytest
 from langchain_card import plugins
 from langchain_card.engine import drafter_hosts
 from langchain_card.errors import InvalidInputError
+from langchain_card.runtime.threads import ThreadPlan
 from langchain_card.testing import DrafterConformance, prompts
 from tests.simulation import ToyDrafter
 from tests.support.documents import PLUGIN_FILES
@@ -72,14 +73,15 @@ def test_it_conforms(paced: str) -> None:
 
 def test_it_is_told_where_it_works(paced: str) -> None:
     here = prompts.setting()
-    arguments = drafter_hosts._plugin_arguments(here, paced, Path(prompts.folder(prompts.ARCHS[0])), 1)
-    worker = drafter_hosts.build_plugin_worker(print, print, **json.loads(json.dumps(arguments)))
+    threads = ThreadPlan(target_on_cpu=True, draft_on_cpu=True)
+    arguments = drafter_hosts._setting_arguments(here, Path(prompts.folder(prompts.ARCHS[0])), threads)
+    worker = drafter_hosts.build_plugin_worker(print, print, spec=paced, **json.loads(json.dumps(arguments)))
     there = worker.drafter.setting  # type: ignore[attr-defined]
     for name in ("vocab_size", "max_len", "num_seqs", "eos_ids", "limits"):
         assert getattr(there, name) == getattr(here, name)
     assert there.tokenizer.get_vocab() == here.tokenizer.get_vocab()
-    with pytest.raises(InvalidInputError, match="is not known here"):
-        there.constrain("start: /a/")
+    letters = there.constrain("start: /a/")
+    assert letters.forced() == [*prompts.encode("a"), *there.eos_ids]
 
 
 @pytest.mark.slow
