@@ -14,8 +14,8 @@ and with all tasks of a form at once: neither changes an answer, and both save t
 - *decision*: a JSON document that first says what is missing, then chooses a function or the answer.
 
 JUDGED are twenty tasks of two or three calls; SINGLE are questions that need one call or none; the wording was chosen
-on TUNING and SINGLE. A task is right if the last message contains what its answer must contain; a question that needs no
-call is right if none was made. Calls count as made up to the number that the task needs of each tool.
+on TUNING and SINGLE. A task is right if the last message contains what its answer must contain; a question that needs
+no call is right if none was made. Calls count as made up to the number that the task needs of each tool.
 """
 
 from __future__ import annotations
@@ -240,9 +240,8 @@ def main() -> None:
             print(f"\n{form}")
             with SETTINGS.get(form, as_it_is)(model._engine().tokenizer):
                 scores[form] = run(model, form, sets, args.at_once)
-    print(
-        f"\n{'form':10} {'tasks':8} {'right':>9} {'needed calls':>12} {'other calls':>12} {'prompt tokens':>14} {'seconds':>8}"
-    )
+    columns = f"{'right':>9} {'needed calls':>12} {'other calls':>12} {'prompt tokens':>14} {'seconds':>8}"
+    print(f"\n{'form':10} {'tasks':8} {columns}")
     for form, by_set in scores.items():
         for name, score in by_set.items():
             print(f"{form:10} {name:8} {score.row()}")

@@ -30,7 +30,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.engine.shared import EngineLeases
 from langchain_card.errors import CARDError
 from langchain_card.text.prompt import check_size, encode, num_chars, to_conversation
-from langchain_card.text.tool_form import next_call, tool_form
+from langchain_card.text.tool_form import tool_form
 from langchain_card.text.tool_grammar import AnswerShape, answer_grammar
 
 if TYPE_CHECKING:
@@ -134,8 +134,6 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
         document = None if shape.schema is ANY_OBJECT else shape.schema
         planned = shape.is_free and not form.native
         prompt_ids = encode(conversation, tokenizer, self.model, tools, document, engine.max_model_len, planned=planned)
-        if planned:
-            shape = replace(shape, step=next_call(conversation, shape.names) or None)
         thinking = thinking_of(tokenizer, prompt_ids)
         grammar = answer_grammar(shape, form, tokenizer.get_added_vocab(), thinking)
         if grammar:

@@ -41,8 +41,8 @@ _ORDER = bytes([*b"0123456789", *range(ord("a"), ord("z") + 1), *range(ord("A"),
 _SEPARATORS = b"@:./-"
 """Separators within addresses and codes."""
 _CONTROL = re.compile(rb"\xff\[(\d+)\]")
-_PADDING = re.compile(rb"(.)\1{4,}", re.DOTALL)
-"""A run of one byte, which fills a text up to its least length."""
+_PADDING = re.compile(rb"([0-9A-Za-z ])\1{4,}")
+"""A run of one byte, which fills a text up to its least length. Rulers of other signs are constants of a schema."""
 _PADDING_BYTES = 4
 """Bytes of a token of padding, as many as ordinary text has: a token of 64 blanks would make long texts seem to fit."""
 

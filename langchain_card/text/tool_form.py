@@ -3,14 +3,15 @@
 A template is used as it is if it describes tools, calls and results in the form that Qwen 2.5, Qwen 3, Hermes and many
 others were trained on: JSON between `<tool_call>` tags. If a template does not support tools, or garbles them
 (conversions of Qwen2.5-Coder to GGUF double the braces, and the model copies them), tools are described in the system
-message, and a call is a fenced block of JSON, which coder models write by themselves. Where an answer may be text, too,
-it first names its calls, and later answers are held to them: small models that decide after each result whether to call
-or to answer stop after their first call, or call without end (docs/LOG.md, 2026-11-28).
+message, and a call is a fenced block of JSON, which coder models write by themselves. Where an answer may be text, the
+model is asked to name all calls in a line before the first, and is reminded of the next one after each result: small
+models that decide alone whether to call or to answer stop after their first call (docs/LOG.md, 2026-11-28).
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,6 @@ You are then told the result. When no function is needed, or you know the result
 PLAN = "Plan:"
 """Start of the line that names the calls an answer needs, before the first of them."""
 
-MAX_PLAN = 8
-"""Most calls of a plan."""
-
 _PLANNING = f"""To call functions, write a plan in one line, with the names of all functions that the question needs, \
 in order, and then the first call as a JSON block:
 {PLAN} function_name, other_function
@@ -62,12 +60,14 @@ Write your answer as a JSON document of this schema, with nothing around it:
 NEXT = "Answer the question with it, or call the next function if something is still missing."
 """Text after the results of an answer's calls; without it small models repeat their call (docs/LOG.md, 2026-11-22)."""
 
-STEP = "Now call {name}. The question is{question}"
-DONE = "All calls are made. Answer the question{question}"
-"""The same where a plan has a next call, and where it has none."""
+STEP = "Now call {name}. The question is: {question}"
+"""The same where a plan names the next call."""
+
+DONE = "All calls are made. Answer the question: {question}"
+"""The same where all calls of a plan are made."""
 
 _QUESTION_CHARS = 400
-"""Characters of the longest question that is repeated."""
+"""Characters of the longest question that is repeated; with a longer one, `NEXT` follows the results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,48 +119,51 @@ def describe_tools(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], *, pl
         planned: whether the answer may be text, and names its calls first if it needs any.
     """
     names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
-    called = [tool["function"]["name"] for tool in tools]
     described = [_described(turn, names) for turn in turns]
     if not tools:
         return described
+    plan = _Plan({tool["function"]["name"] for tool in tools})
     for i, turn in enumerate(turns):
+        plan.read(turn)
         if turn["role"] == "tool" and (i + 1 == len(turns) or turns[i + 1]["role"] != "tool"):
-            described[i]["content"] += f"\n\n{_go_on(turns[: i + 1], called) if planned else NEXT}"
+            described[i]["content"] += f"\n\n{plan.advice() if planned else NEXT}"
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False, default=str) for tool in tools)
     return _with_system(described, _FUNCTIONS.format(functions=functions) + (_PLANNING if planned else _CALLING))
 
 
-def next_call(turns: Sequence[Turn], names: Collection[str]) -> str | None:
-    """Return the tool that the current plan calls next; "" after its last call, None if there is no plan.
+class _Plan:
+    """The calls that an answer has planned and not made yet.
 
-    A plan ends with the next message of the user, and with a result that is an error.
-
-    Args:
-        turns: turns for a chat template, with `tool_calls` and turns of the role `tool`.
-        names: names of the tools that may be called.
+    A plan ends with the next message of the user, with an error, and with a call that it does not name next.
     """
-    plan: list[str] | None = None
-    for turn in turns:
-        text = str(turn["content"])
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._calls: deque[str] | None = None
+        self._question = ""
+
+    def read(self, turn: Turn) -> None:
+        """Read the next turn of the conversation."""
+        text = str(turn["content"]).lstrip()
         if turn["role"] == "user":
-            plan = None
-        elif turn["role"] == "tool" and plan is not None:
-            plan = None if text.startswith("Error") else plan[1:]
-        elif turn.get("tool_calls") and text.startswith(PLAN):
-            plan = text.removeprefix(PLAN).strip().split(", ")
-    if plan is None or not {*plan[:1]} <= {*names}:
-        return None
-    return plan[0] if plan else ""
+            self._calls, self._question = None, text
+        elif turn["role"] == "tool" and text[:5].lower() == "error":
+            self._calls = None
+        elif turn.get("tool_calls"):
+            if text.startswith(PLAN):
+                calls = [name.strip() for name in text.partition("\n")[0].removeprefix(PLAN).split(",")]
+                self._calls = deque(calls) if {*calls} <= {*self._names} else None
+            for call in turn["tool_calls"]:
+                if self._calls is not None and (not self._calls or self._calls.popleft() != call["function"]["name"]):
+                    self._calls = None
 
-
-def _go_on(turns: Sequence[Turn], names: Collection[str]) -> str:
-    """Return what follows the last result: the plan's next call, and the question unless it is long."""
-    name = next_call(turns, names)
-    if name is None:
-        return NEXT
-    question = next((str(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
-    question = f": {question}" if 0 < len(question) <= _QUESTION_CHARS else "."
-    return STEP.format(name=name, question=question) if name else DONE.format(question=question)
+    def advice(self) -> str:
+        """Return what a model is to do with the results that it has."""
+        if self._calls is None or not 0 < len(self._question) <= _QUESTION_CHARS:
+            return NEXT
+        if not self._calls:
+            return DONE.format(question=self._question)
+        return STEP.format(name=self._calls[0], question=self._question)
 
 
 def _with_system(turns: Sequence[Turn], more: str) -> list[Turn]:
@@ -177,7 +180,10 @@ def _described(turn: Turn, names: dict[Any, str]) -> Turn:
     if not turn.get("tool_calls"):
         return turn
     calls = [_call_text(call["function"]) for call in turn["tool_calls"]]
-    content = [turn["content"]] if turn["content"] else []
+    text = turn["content"]
+    if text.lstrip().startswith(PLAN):  # a model that reads its plan writes it again, and calls without end
+        text = text.lstrip().partition("\n")[2]
+    content = [text] if text else []
     rest = {key: value for key, value in turn.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join([*content, *calls])}
 

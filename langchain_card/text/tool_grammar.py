@@ -2,8 +2,7 @@
 
 Calls may follow text, and the first may deviate from the model's form: it may be a fenced block, stand between tags, or
 be bare JSON at the start. Once the name of a tool is complete it must go on as a call: the grammar and `CallReader`
-agree on what a call is. Where the prompt describes tools as text, a plan may stand before a call: the names of all
-calls that are needed (`tool_form.PLAN`).
+agree on what a call is.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from langchain_card.constraints.json_schema import json_rule
-from langchain_card.text.tool_form import MAX_BLANKS, MAX_PLAN, PLAN, TAGGED, ToolForm
+from langchain_card.text.tool_form import MAX_BLANKS, TAGGED, ToolForm
 
 MAX_CALLS = 16
 """Most calls in one answer, to stop a model that repeats itself."""
@@ -40,7 +39,6 @@ class AnswerShape:
         answer: a tool whose arguments are the answer's document, besides those that may be called. A model that calls
             functions calls its last one again if the prompt requests a document; it calls a function for the answer
             if there is one (docs/LOG.md, 2026-11-22).
-        step: the tool that must be called because a plan names it next; None if there is none.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -49,7 +47,6 @@ class AnswerShape:
     schema: Mapping[str, Any] | None = None
     strict: bool = False
     answer: Mapping[str, Any] | None = None
-    step: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -59,7 +56,7 @@ class AnswerShape:
     @property
     def is_free(self) -> bool:
         """Whether the answer may be any text."""
-        return not self.must_call and self.schema is None and self.answer is None and self.step is None
+        return not self.must_call and self.schema is None and self.answer is None
 
 
 def answer_grammar(shape: AnswerShape, form: ToolForm, control: Container[str], thinking: Thinking = "never") -> str:
@@ -90,7 +87,7 @@ _THOUGHTS: Mapping[Thinking, str] = {"never": "", "first": "(think thought)?", "
 def _body(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Iterator[str]:
     ways = []
     if shape.tools:
-        ways.append("first" + (f" more{{0,{MAX_CALLS - 1}}}" if shape.parallel and shape.step is None else ""))
+        ways.append("first" + (f" more{{0,{MAX_CALLS - 1}}}" if shape.parallel else ""))
         yield from _calls(shape, form, control)
     if shape.answer is not None:
         opening, closing = _written(form.opening, control), _written(form.closing, control)
@@ -98,7 +95,7 @@ def _body(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Iterat
         yield from _arguments(shape.answer, "answer", shape)
     elif shape.schema is not None:
         ways.append(json_rule(shape.schema, strict=shape.strict))
-    elif shape.is_free:
+    elif not shape.must_call:
         ways.append("TEXT?")
     yield f"body: {' | '.join(ways)}"
 
@@ -122,8 +119,7 @@ def _calls(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Itera
     """Yield the rules for the first call and those after it."""
     for i, tool in enumerate(shape.tools):
         yield from _arguments(tool, i, shape)
-    named = [_named(tool, i) for i, tool in enumerate(shape.tools) if shape.step in (None, tool["function"]["name"])]
-    yield f"named: {' | '.join(named)}"
+    yield f"named: {' | '.join(_named(tool, i) for i, tool in enumerate(shape.tools))}"
     yield f"call: {_written(form.opening, control)} named {_written(form.closing, control)}"
     yield 'more: "\\n" call'
     if not shape.is_free:
@@ -148,22 +144,7 @@ def _calls(shape: AnswerShape, form: ToolForm, control: Container[str]) -> Itera
     elif form.native:
         yield f"opened: TEXT? {_written(form.opening, control)}"
         first.append(f"opened named {tagged}")
-    else:
-        yield from _plans(shape, form)
-        first += [f"plan_{i}" for i in range(len(shape.tools))]
     yield f"first: {' | '.join(first)}"
-
-
-def _plans(shape: AnswerShape, form: ToolForm) -> Iterator[str]:
-    """Yield the rules for a plan that begins with the name of a tool, and for the call of this tool."""
-    names = [tool["function"]["name"] for tool in shape.tools]
-    yield f"planned: {' | '.join(_text(name) for name in names)}"
-    yield rf'later: " " planned (", " planned){{0,{MAX_PLAN - 2}}} "\n"'
-    for i, tool in enumerate(shape.tools):
-        head = rf"{_SPACE}{{0,{MAX_BLANKS}}}{PLAN} {_regex(names[i])}"
-        yield rf"one_{i}[lazy]: /{head}\n/"
-        yield f"several_{i}[lazy]: /{head},/"
-        yield f"plan_{i}: (one_{i} | several_{i} later) {_text(form.opening)} {_named(tool, i)} {_text(form.closing)}"
 
 
 def _written(mark: str, control: Container[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMe
 from langchain_card import CARDChatModel
 from langchain_card.chat.schemas import tool_dicts
 from langchain_card.text.prompt import encode, to_conversation
-from langchain_card.text.tool_form import DONE, FENCED, NEXT, PLAN, STEP, SYSTEM, TAGGED, next_call, tool_form
+from langchain_card.text.tool_form import DONE, FENCED, NEXT, PLAN, STEP, SYSTEM, TAGGED, describe_tools, tool_form
 from tests.support import tiny, vocabularies
 from tests.support.scripted import add, call, weather
 
@@ -166,45 +167,69 @@ def test_templates_without_a_system_role_tell_the_user() -> None:
 # Plans.
 
 
-def planned(text: str, *results: str) -> list[BaseMessage]:
+def planned(text: str, *results: str, called: str = "add", question: str = "Q") -> list[BaseMessage]:
     """Return a message with a call, after a text, and results with calls between them."""
-    messages: list[BaseMessage] = [HumanMessage("Q")]
+    messages: list[BaseMessage] = [HumanMessage(question)]
     for number, result in enumerate(results):
-        made = AIMessage("" if number else text, tool_calls=[call("add", {"a": 1, "b": 2})])
-        messages += [made, ToolMessage(result, tool_call_id="call_1")]
+        made = call("weather" if number else called, {"a": 1, "b": 2}) | {"id": f"call_{number}"}
+        said = AIMessage("" if number else text, tool_calls=[made])
+        messages += [said, ToolMessage(result, tool_call_id=f"call_{number}")]
     return messages
 
 
+def step(name: str) -> str:
+    return STEP.format(name=name, question="Q")
+
+
+FINISHED = DONE.format(question="Q")
+
+
 @pytest.mark.parametrize(
-    ("messages", "name"),
+    ("messages", "advice"),
     [
-        (planned("Plan: add, weather", "3"), "weather"),
-        (planned("Plan: add, weather, add", "3", "4"), "add"),
-        (planned("Plan: add", "3"), ""),
-        (planned("Plan: add, weather", "3", "4", "5"), ""),
-        (planned("Plan: add, weather", "Error: no"), None),
-        (planned("Plan: add, weather, add", "Error: no", "4"), None),
-        (planned("Plan: add, subtract", "3"), None),
-        (planned("I add.", "3"), None),
-        ([*planned("Plan: add, weather", "3"), HumanMessage("R")], None),
-        ([*planned("Plan: add, weather", "3"), AIMessage("no"), *planned("Plan: add", "3")], ""),
-        ([HumanMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], None),
-        ([AIMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], None),
+        (planned("Plan: add, weather", "3"), step("weather")),
+        (planned("\n Plan:add,weather , add\nSo.", "3"), step("weather")),
+        (planned("Plan: add, weather, add", "3", "4"), step("add")),
+        (planned("Plan: add", "3"), FINISHED),
+        (planned("Plan: add, weather", "3", "4"), FINISHED),
+        (planned("Plan: add", "3", "4"), NEXT),
+        (planned("Plan: add, add", "3", "4"), NEXT),
+        (planned("Plan: weather, add", "3"), NEXT),
+        (planned("Plan: add, weather", "error: no"), NEXT),
+        (planned("Plan: add, weather, add", "Error: no", "4"), NEXT),
+        (planned("Plan: add, subtract", "3"), NEXT),
+        (planned("Plan: I add.", "3"), NEXT),
+        (planned("Plan:", "3"), NEXT),
+        (planned("I add.", "3"), NEXT),
+        (planned("Plan: add, weather", "3", question="Q" * 401), NEXT),
+        ([HumanMessage("P"), *planned("Plan: add, weather", "3")], step("weather")),
+        ([*planned("Plan: add, weather", "3"), AIMessage("no"), *planned("Plan: add", "3")], FINISHED),
+        ([HumanMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], NEXT),
+        ([AIMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], NEXT),
     ],
 )
-def test_the_next_call_of_a_plan(messages: list[BaseMessage], name: str | None) -> None:
-    assert next_call(to_conversation(messages, "toy"), ["add", "weather"]) == name
-    if messages[-1].type == "tool":
-        said = NEXT if name is None else STEP.format(name=name, question=": Q") if name else DONE.format(question=": Q")
-        assert prompt(messages).endswith(f"\n\n{said}\n<ai>")
+def test_results_are_followed_by_the_next_call_of_the_plan(messages: list[BaseMessage], advice: str) -> None:
+    assert prompt(messages).endswith(f"\n\n{advice}\n<ai>")
 
 
-@pytest.mark.parametrize(("length", "repeated"), [(400, True), (401, False)])
-def test_the_question_is_repeated_unless_it_is_long(length: int, repeated: bool) -> None:
-    question = "R" * length
-    read = prompt([HumanMessage("P"), AIMessage("no"), HumanMessage(question), *planned("Plan: add, add", "3")[1:]])
-    assert read.count(question) == 1 + repeated
-    assert read.endswith(STEP.format(name="add", question=f": {question}" if repeated else ".") + "\n<ai>")
+def test_a_plan_is_left_out_once_its_call_is_made() -> None:
+    read = prompt(planned("Plan: add, weather\nFirst I add.", "3"))
+    assert read.count(PLAN) == 1 and "<assistant>First I add.\n```json" in read, "the description has its form"
+    assert prompt([HumanMessage("Q"), AIMessage("Plan: add"), HumanMessage("R")]).count(PLAN) == 2
+
+
+def test_the_advice_of_an_earlier_step_stays_as_it_was() -> None:
+    """Prompts of later steps go on where those of earlier ones ended, so that little of them is read again."""
+    messages = planned("Plan: add, weather, add", "3", "4")
+    assert prompt(messages).startswith(prompt(messages[:3]).removesuffix("\n<ai>"))
+
+
+def test_long_plans_are_read_once() -> None:
+    """A megabyte of plan before each of 200 results took minutes when each result read all of it again."""
+    messages = planned("Plan: " + "add, " * 50_000, "3") + planned("", "3")[1:] * 200
+    begun = time.process_time()
+    describe_tools(to_conversation(messages, "toy"), TOOLS)
+    assert time.process_time() - begun < 2
 
 
 def test_plans_are_requested_only_where_an_answer_may_be_text() -> None:

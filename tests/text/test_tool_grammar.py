@@ -67,14 +67,6 @@ WRONG = [f"{F} ", f"{F}\n\n{F}", f"{ADD}x", '{"name": "add", "x', '```json\n{"na
 WRONG += [F.replace("-2", "2.5"), F.replace('"b": -2', '"c": 3'), F.replace(", ", ",  "), F.replace("1,", '1, "a": 2,')]
 WRONG += [text.replace("```json\n", "<tool_call>").replace("\n```", "</tool_call>") for text in WRONG[3:6]]
 CASES: dict[str, tuple[AnswerShape, str, Thinking, list[str], list[str], list[str]]] = {
-    "auto, plans": (AUTO, "fenced", "never",
-                    [f"Plan: add\n{F}", f"Plan: weather, add, add\n{G}\n{F}", f" \nPlan: add\n{F}",
-                     "Plan: visit Oslo\nHi.", "Plan: address\nHi.", "So.\nPlan: add\nHi.", "Plan: add"],
-                    ["Plan: add\n", "Plan: add, weather\n", "Plan: add,"],
-                    ["Plan: add\nHi.", f"Plan: add\n{G}", f"Plan: add\n\n{F}", "Plan: add, visit", f"Plan: add, {F}",
-                     f"Plan: {', '.join(9 * ['add'])}\n{F}"]),
-    "auto, no plans": (AUTO, "tagged", "never", ["Plan: add\nHi."], [], []),
-    "a step": (AnswerShape(TOOL_DICTS, step="weather"), "fenced", "never", [G], [""], [F, f"{G}\n{G}", "Hi.", ADD]),
     "auto": (AUTO, "fenced", "never", [*TEXTS, F, ADD, f" \n{ADD}", T, f"So: {F}\n{G}", f"{ADD}\n{F}"], EARLY, WRONG),
     "auto, tags": (AUTO, "tagged", "never", [*TEXTS, T, F, ADD, f"So: {T}\n{U}", f"{F}\n{U}"],
                    [*EARLY, "<tool_call>", "a<tool_call>\r\n"],
