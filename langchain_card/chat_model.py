@@ -132,7 +132,8 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
         form = tool_form(tokenizer)
         tools, shape = answer_shape(options, form)
         document = None if shape.schema is ANY_OBJECT else shape.schema
-        prompt_ids = encode(conversation, tokenizer, self.model, tools, document, engine.max_model_len)
+        planned = shape.is_free and not form.native
+        prompt_ids = encode(conversation, tokenizer, self.model, tools, document, engine.max_model_len, planned=planned)
         thinking = thinking_of(tokenizer, prompt_ids)
         grammar = answer_grammar(shape, form, tokenizer.get_added_vocab(), thinking)
         if grammar:

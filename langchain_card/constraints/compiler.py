@@ -95,7 +95,7 @@ class Grammars:
         """
         if max_tokens < (shortest := self.shortest(grammar)):
             limit = f"the shortest answer of this form takes {shortest:,} tokens"
-            hint = "leave room for more: that one holds empty texts"
+            hint = "leave room for more: that one holds no more text than its schema demands"
             raise InvalidInputError("max_tokens", max_tokens, limit, hint)
 
     def shortest(self, grammar: str) -> int:

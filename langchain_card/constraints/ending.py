@@ -41,6 +41,10 @@ _ORDER = bytes([*b"0123456789", *range(ord("a"), ord("z") + 1), *range(ord("A"),
 _SEPARATORS = b"@:./-"
 """Separators within addresses and codes."""
 _CONTROL = re.compile(rb"\xff\[(\d+)\]")
+_PADDING = re.compile(rb"([0-9A-Za-z ])\1{4,}")
+"""A run of one byte, which fills a text up to its least length. Rulers of other signs are constants of a schema."""
+_PADDING_BYTES = 4
+"""Bytes of a token of padding, as many as ordinary text has: a token of 64 blanks would make long texts seem to fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Vocabulary:
 
     def consume(self, matcher: LLMatcher, text: bytes) -> tuple[int, ...] | None:
         """Advance a matcher by a text, in the tokenizer's tokens or, if those would be control tokens, byte by byte."""
-        for tokens in (self.tokenizer.tokenize_bytes(text), [self.byte_tokens[byte] for byte in text]):
+        for tokens in (self._tokenized(text), [self.byte_tokens[byte] for byte in text]):
             if min(tokens, default=0) < 0:
                 continue  # not every vocabulary has each byte
             consumed = matcher.try_consume_tokens(tokens)
@@ -71,6 +75,16 @@ class Vocabulary:
                 return tuple(tokens)
             matcher.rollback(consumed)
         return None
+
+    def _tokenized(self, text: bytes) -> list[int]:
+        """Return the tokenizer's tokens of a text, those of padding with at most `_PADDING_BYTES` bytes each."""
+        tokens, done = list[int](), 0
+        for padding in _PADDING.finditer(text):
+            tokens += self.tokenizer.tokenize_bytes(text[done : padding.start()])
+            done = padding.end()
+            for start in range(padding.start(), done, _PADDING_BYTES):
+                tokens += self.tokenizer.tokenize_bytes(text[start : min(start + _PADDING_BYTES, done)])
+        return [*tokens, *self.tokenizer.tokenize_bytes(text[done:])]
 
     def allowed_bytes(self, mask: bytes) -> set[int]:
         """Return the bytes whose one-byte token is allowed."""

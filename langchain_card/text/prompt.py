@@ -73,6 +73,8 @@ def encode(
     tools: Sequence[dict[str, Any]] = (),
     document: Mapping[str, Any] | None = None,
     max_len: int | None = None,
+    *,
+    planned: bool = True,
 ) -> list[int]:
     """Return the prompt token ids of a conversation, the header of the answer included.
 
@@ -86,6 +88,7 @@ def encode(
         tools: tools that the model may call, in OpenAI's form; `text/tool_form.py` writes them if the template cannot.
         document: schema of the document that the answer must be, if any.
         max_len: tokens of the context; a text that cannot fit is refused before all its tokens are counted.
+        planned: whether the answer may be text beside calls, see `tool_form.describe_tools`.
 
     Raises:
         ContextOverflowError: the text cannot fit, see `check_length`.
@@ -98,7 +101,7 @@ def encode(
     map_texts([list(conversation), list(tools)], _check_text)
     described = list(conversation)
     if not tool_form(tokenizer).native:
-        described, tools = describe_tools(described, tools), ()
+        described, tools = describe_tools(described, tools, planned=planned), ()
     if document is not None:
         described = describe_document(described, document)
     for turns in _forms(described):

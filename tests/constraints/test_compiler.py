@@ -312,6 +312,22 @@ def test_documents_that_must_be_long(schema: dict[str, Any], tokens: int) -> Non
         grammars().check(json_grammar(schema), tokens - 1)
 
 
+@pytest.mark.parametrize(
+    ("schema", "tokens"),
+    [
+        ({"type": "string", "minLength": 100}, 27),
+        ({"type": "string", "minLength": 4}, 3),
+        ({"type": "array", "items": {"type": "string", "minLength": 100}, "minItems": 2}, 53),
+    ],
+)
+def test_padding_is_as_long_as_text(schema: dict[str, Any], tokens: int) -> None:
+    """A vocabulary with tokens of many blanks does not make a document fit that no text would fit. 2 seconds."""
+    assert len(tokenizer("deepseek").tokenize(" " * 100)) < 5
+    with pytest.raises(InvalidInputError, match=r"max_tokens = \d+: the shortest answer of this form takes \d+ tokens"):
+        grammars("deepseek").check(json_grammar(schema), tokens - 2)
+    assert abs(grammars("deepseek").shortest(json_grammar(schema)) - tokens) <= 1
+
+
 def test_the_cache_is_bounded_and_what_it_lost_works() -> None:
     own = Grammars(byte_tokenizer(), PADDED, [256], Limits(max_grammar_cache_bytes=10**6))
     own._validate = lambda grammar: None  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMe
 from langchain_card import CARDChatModel
 from langchain_card.chat.schemas import tool_dicts
 from langchain_card.text.prompt import encode, to_conversation
-from langchain_card.text.tool_form import FENCED, NEXT, SYSTEM, TAGGED, tool_form
+from langchain_card.text.tool_form import DONE, FENCED, NEXT, PLAN, STEP, SYSTEM, TAGGED, describe_tools, tool_form
 from tests.support import tiny, vocabularies
 from tests.support.scripted import add, call, weather
 
@@ -161,6 +162,82 @@ def test_templates_without_a_system_role_tell_the_user() -> None:
             assert read.startswith(begins + SYSTEM)
         assert "# Functions" in read and WRITTEN.strip() in read
         assert f"Result of weather:\nError: no such place\n\n{NEXT}\n\nR" in read
+
+
+# Plans.
+
+
+def planned(text: str, *results: str, called: str = "add", question: str = "Q") -> list[BaseMessage]:
+    """Return a message with a call, after a text, and results with calls between them."""
+    messages: list[BaseMessage] = [HumanMessage(question)]
+    for number, result in enumerate(results):
+        made = call("weather" if number else called, {"a": 1, "b": 2}) | {"id": f"call_{number}"}
+        said = AIMessage("" if number else text, tool_calls=[made])
+        messages += [said, ToolMessage(result, tool_call_id=f"call_{number}")]
+    return messages
+
+
+def step(name: str) -> str:
+    return STEP.format(name=name, question="Q")
+
+
+FINISHED = DONE.format(question="Q")
+
+
+@pytest.mark.parametrize(
+    ("messages", "advice"),
+    [
+        (planned("Plan: add, weather", "3"), step("weather")),
+        (planned("\n Plan:add,weather , add\nSo.", "3"), step("weather")),
+        (planned("Plan: add, weather, add", "3", "4"), step("add")),
+        (planned("Plan: add", "3"), FINISHED),
+        (planned("Plan: add, weather", "3", "4"), FINISHED),
+        (planned("Plan: add", "3", "4"), NEXT),
+        (planned("Plan: add, add", "3", "4"), NEXT),
+        (planned("Plan: weather, add", "3"), NEXT),
+        (planned("Plan: add, weather", "error: no"), NEXT),
+        (planned("Plan: add, weather, add", "Error: no", "4"), NEXT),
+        (planned("Plan: add, subtract", "3"), NEXT),
+        (planned("Plan: I add.", "3"), NEXT),
+        (planned("Plan:", "3"), NEXT),
+        (planned("I add.", "3"), NEXT),
+        (planned("Plan: add, weather", "3", question="Q" * 401), NEXT),
+        ([HumanMessage("P"), *planned("Plan: add, weather", "3")], step("weather")),
+        ([*planned("Plan: add, weather", "3"), AIMessage("no"), *planned("Plan: add", "3")], FINISHED),
+        ([HumanMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], NEXT),
+        ([AIMessage("Plan: add, weather"), ToolMessage("3", tool_call_id="x")], NEXT),
+    ],
+)
+def test_results_are_followed_by_the_next_call_of_the_plan(messages: list[BaseMessage], advice: str) -> None:
+    assert prompt(messages).endswith(f"\n\n{advice}\n<ai>")
+
+
+def test_a_plan_is_left_out_once_its_call_is_made() -> None:
+    read = prompt(planned("Plan: add, weather\nFirst I add.", "3"))
+    assert read.count(PLAN) == 1 and "<assistant>First I add.\n```json" in read, "the description has its form"
+    assert prompt([HumanMessage("Q"), AIMessage("Plan: add"), HumanMessage("R")]).count(PLAN) == 2
+
+
+def test_the_advice_of_an_earlier_step_stays_as_it_was() -> None:
+    """Prompts of later steps go on where those of earlier ones ended, so that little of them is read again."""
+    messages = planned("Plan: add, weather, add", "3", "4")
+    assert prompt(messages).startswith(prompt(messages[:3]).removesuffix("\n<ai>"))
+
+
+def test_long_plans_are_read_once() -> None:
+    """A megabyte of plan before each of 200 results took minutes when each result read all of it again."""
+    messages = planned("Plan: " + "add, " * 50_000, "3") + planned("", "3")[1:] * 200
+    begun = time.process_time()
+    describe_tools(to_conversation(messages, "toy"), TOOLS)
+    assert time.process_time() - begun < 2
+
+
+def test_plans_are_requested_only_where_an_answer_may_be_text() -> None:
+    by = tokenizer(tiny.byte_tokenizer().chat_template)
+    turns = to_conversation([HumanMessage("Q"), *HISTORIES["parallel calls and results"][0]], "toy")
+    assert PLAN in str(by.decode(encode(turns, by, "toy", TOOLS)))
+    read = str(by.decode(encode(turns, by, "toy", TOOLS, planned=False)))
+    assert PLAN not in read and read.endswith(f"{NEXT}\n<ai>")
 
 
 @pytest.mark.parametrize("template", [vocabularies.CHATML, vocabularies.DEEPSEEK, vocabularies.GEMMA, None])

@@ -93,6 +93,16 @@ async def test_a_loop(model: CARDChatModel, says: Says) -> None:
             assert last.response_metadata["finish_reason"] == "stop"
 
 
+async def test_a_plan_is_followed_to_its_end(model: CARDChatModel, says: Says) -> None:
+    """The plan stands in the message with the first call; the prompt has the next call. A few seconds."""
+    with says(f"Plan: add, weather\n{F}", G, "It is -1, and it rains."):
+        for found in (agent(model).invoke(ASK), await agent(model).ainvoke(ASK)):
+            assert kinds(found["messages"]) == ["human", "ai", "tool", "ai", "tool", "ai"]
+            _, first, _, second, _, last = found["messages"]
+            assert (first.text, second.text, last.text) == ("Plan: add, weather", "", "It is -1, and it rains.")
+            assert [call["name"] for said in (first, second) for call in said.tool_calls] == ["add", "weather"]
+
+
 async def test_every_stream_mode_tells_the_same(model: CARDChatModel, says: Says) -> None:
     running = agent(model)
     with says(f"So.\n{F}", "It is -1."):

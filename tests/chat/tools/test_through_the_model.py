@@ -118,6 +118,18 @@ async def test_chunks_of_calls_come_early(model: CARDChatModel) -> None:
     assert sorted({part["index"] for part in parts}) == [1, 2] and len(parts) > 30
 
 
+@pytest.mark.parametrize("first", [F, T, ADD], ids=["fenced", "tagged", "bare"])
+async def test_a_call_is_complete_when_its_json_ends(model: CARDChatModel, first: str) -> None:
+    """The chunk of the arguments' last token completes the call: a reader may start its tool during the next call."""
+    end = first.index("-2}") + len("-2}")  # tokens are bytes
+    with says(model, f"{first}\n{G}"):
+        chunks: Any = [chunk async for chunk in model.astream("Q", tools=TOOLS, parallel_tool_calls=True)]
+    assert sum(chunks[1 : end - 1], start=chunks[0]).tool_call_chunks[0]["args"] == '{"a": 1, "b": -2'
+    (call,) = sum(chunks[1:end], start=chunks[0]).tool_call_chunks
+    assert (call["name"], json.loads(call["args"])) == CALLED[0]
+    assert calls(merged(chunks)) == CALLED
+
+
 # Options of a call.
 
 
