@@ -111,7 +111,7 @@ def ways(schedule: Schedule) -> dict[str, Callable[[str], Answer]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", default="auto", choices=get_args(Schedule), help="of the answers in text; decisions have no draft")
+    parser.add_argument("--schedule", default="auto", choices=get_args(Schedule), help="of the answers in text")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     answering = ways(args.schedule)

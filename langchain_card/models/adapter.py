@@ -6,11 +6,11 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from langchain_card.errors import CorruptModelError, InvalidInputError
@@ -26,17 +26,17 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Starts of PEFT's `init_lora_weights` that subtract from the base model what the untrained adapter adds."""
 
 
-class _Scales(BaseModel):
+@dataclass(frozen=True, slots=True)
+class _Scales:
     """The fields of a configuration from which the scales of its products follow."""
 
-    lora_alpha: float = Field(8, allow_inf_nan=False)
-    alpha_pattern: dict[str, float] | None = None
-    use_rslora: bool = False
+    lora_alpha: float
+    alpha_pattern: Mapping[str, float]
+    use_rslora: bool
 
     def of(self, layer: str, rank: int) -> float:
         """Return a layer's scale; its numerator is that of the first pattern with which its name ends."""
-        patterns = (self.alpha_pattern or {}).items()
-        own = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", layer))
+        own = (alpha for pattern, alpha in self.alpha_pattern.items() if re.match(rf"(.*\.)?({pattern})$", layer))
         return next(own, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -63,21 +63,21 @@ def check_adapter(name: str, folder: Path) -> dict[str, Any]:
     if str(start := config.get("init_lora_weights")).lower().startswith(_CHANGE_THE_BASE):
         hint = "convert it to plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         raise InvalidInputError(f"adapters[{name!r}]: init_lora_weights", start, "changes the base model, too", hint)
-    for pattern in _scales(name, config).alpha_pattern or {}:
+    for pattern in _scales(name, config).alpha_pattern:
         _check_pattern(name, pattern)
     check_safetensors(folder / WEIGHTS)
     return dict(config)
 
 
 def _scales(name: str, config: Mapping[str, Any]) -> _Scales:
-    try:
-        return _Scales.model_validate(config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise InvalidInputError(
-            f"adapters[{name!r}]: {field}", first["input"], first["msg"], "save it again"
-        ) from error
+    patterns: Any = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise InvalidInputError(f"adapters[{name!r}]: alpha_pattern", patterns, "must be an object", "save it again")
+    numbers = {"lora_alpha": config.get("lora_alpha", 8), **patterns}
+    for field, value in numbers.items():
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise InvalidInputError(f"adapters[{name!r}]: {field}", value, "must be a number", "save it again")
+    return _Scales(float(numbers["lora_alpha"]), patterns, bool(config.get("use_rslora")))
 
 
 def _check_pattern(name: str, pattern: str) -> None:
