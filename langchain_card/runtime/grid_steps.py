@@ -90,12 +90,13 @@ class GridSteps:
         """
         buckets = Bucket.ladder(self._pool) if self._only is None else [self._only]
         scores, memory = None, None  # shared by all graphs, because one runs at a time
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still write weights and KV
         for done, bucket in enumerate(buckets):
             report(done, len(buckets))
-            inputs = StepInputs(self._pool, bucket, self._window)
-            inputs.fill(())
             try:
                 with _capturing, torch.inference_mode(), torch.cuda.stream(stream):
+                    inputs = StepInputs(self._pool, bucket, self._window)
+                    inputs.fill(())
                     for _ in range(WARM_UPS):
                         logits = self._forward(inputs, bucket, None)
                     scores = torch.empty_like(logits) if scores is None else scores
