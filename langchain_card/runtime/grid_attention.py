@@ -78,8 +78,8 @@ class StepInputs:
         window: number of keys that a sliding layer sees, or None if the model has no such layer.
 
     Attributes:
-        numbers: [5, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees, and
-            numbers of adapters.
+        numbers: [6, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees,
+            numbers of adapters, and the rows whose logits are wanted, first ones first.
         trees: [1 or 2, seqs, width, num_scratch] scratch slots that each row sees; the second is for sliding layers.
         no_mask: placeholder for the model's mask.
     """
@@ -87,35 +87,43 @@ class StepInputs:
     def __init__(self, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> None:
         device = pool.kv.layers[0].device
         self._pool, self._window = pool, window
-        shape = (5, bucket.seqs, bucket.width)
+        shape = (6, bucket.seqs, bucket.width)
         trees = (1 if window is None else 2, bucket.seqs, bucket.width, pool.num_scratch)
         self._numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._trees = torch.zeros(trees, dtype=torch.bool, pin_memory=device.type == "cuda")
-        self.numbers, self.trees = torch.zeros_like(self._numbers, device=device), self._trees.to(device)
+        self.numbers, self.trees = (torch.zeros_like(each, device=device) for each in (self._numbers, self._trees))
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self.no_mask = torch.zeros(1, 1, 1, 1, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def fill(self, batch: Sequence[Rows]) -> list[int]:
-        """Write a batch; return the grid's rows that it fills, in order. Padding sees position 0 and goes to trash."""
+        """Write a batch; return the grid's rows whose logits are wanted, in the batch's order.
+
+        Padding sees position 0 and goes to trash.
+        """
         if self._copied is not None:
             self._copied.synchronize()  # the last batch has left these buffers
         numbers, trees = self._numbers.numpy(), self._trees.numpy()
         numbers[:2], numbers[2], numbers[3], numbers[4] = 0, self._pool.trash, 1, NONE
         trees[:] = False
-        width, where = numbers.shape[2], list[int]()
+        width, wanted = numbers.shape[2], list[int]()
         for rows in batch:
             index, count = rows.cache.index, len(rows.token_ids)
             numbers[:3, index, :count] = rows.token_ids, rows.positions, rows.slots
             numbers[3, index, :count], numbers[4, index, :count] = rows.seen_positions, rows.cache.adapter
             for row, path in enumerate(rows.paths or ()):
                 self._see(trees[:, index, row], rows.start, path)
-            where += range(index * width, index * width + count)
+            wanted += (index * width + row for row in rows.wanted)
+        numbers[5].flat[: len(wanted)] = wanted
         self.numbers.copy_(self._numbers, non_blocking=True)
         self.trees.copy_(self._trees, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        return where
+        return wanted
+
+    def rows(self, count: int) -> Tensor:
+        """Return the first wanted rows, on the device."""
+        return self.numbers[5].flatten()[:count]
 
     def _see(self, seen: np.ndarray, start: int, path: Sequence[int]) -> None:
         """Mark the scratch slots of a row's path; a sliding layer sees the last of them."""
@@ -150,7 +158,7 @@ class MaskedPlan:
     @classmethod
     def of(cls, inputs: StepInputs, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> MaskedPlan:
         """Build the masks on the device."""
-        _, positions, slots, count, _ = inputs.numbers
+        _, positions, slots, count, *_ = inputs.numbers
         key = torch.arange(bucket.keys, device=count.device)
         committed = key < count[..., None]
         dtype = pool.kv.layers[0].dtype

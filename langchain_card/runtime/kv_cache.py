@@ -79,7 +79,7 @@ class TensorKV:
     def copy(self, sources: Sequence[int], start: int) -> None:
         """Copy slots as `KVStorage` demands."""
         for device, block in self._blocks.items():
-            index = torch.tensor(sources, device=device)
+            index = to_device(sources, device)
             block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
 
     def clear(self, start: int, stop: int) -> None:
@@ -272,6 +272,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device, without a wait for the device."""
+    if device.type == "cpu":
+        return torch.tensor(numbers)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

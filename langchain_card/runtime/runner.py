@@ -63,7 +63,8 @@ class ModelRunner:
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
         devices = [next(layer.parameters()).device for layer in decoder_layers(model)]
         shape, in_grids = kv_shape(config), width is not None or execution is not None or self.device.type == "cuda"
-        store, align = _floats(shape, devices, self.dtype, exact=not in_grids), 1
+        # Attention over a number of keys that is no multiple of 8 has no fast kernel on CUDA.
+        store, align = _floats(shape, devices, self.dtype, exact=not in_grids), 8 if in_grids else 1
         if integer_kv and not in_grids:
             from langchain_card.runtime.cpu.integer_kv import BLOCK_SLOTS, IntegerKV  # imports numba
 
@@ -75,7 +76,7 @@ class ModelRunner:
         self._grids: GridSteps | None = None
         if in_grids:
             self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width, adapters=adapters)
-            if self._stream is not None and execution != "eager" and len(set(devices)) == 1:
+            if self._stream is not None and execution != "eager" and {*devices} == {self.device}:
                 self._grids.capture(self._stream, on_capture)
         else:
             from langchain_card.runtime.cpu import plan  # imports numba, which grids do not need

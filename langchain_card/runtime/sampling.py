@@ -225,28 +225,39 @@ def token_logprobs(logits: Tensor, chosen: Sequence[int], count: int) -> tuple[T
     )
 
 
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode()
 def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
     """Return standard Gumbel noise, float64 [vocab_size]: a pure function of its arguments, equal on every device.
 
     An integer hash (the finalizer of splitmix64) of (seed, position, token) gives 53 random bits per token. Recent rows
-    are cached and shared by all nodes of one depth, and by target and draft: callers must not write to them.
+    are cached and shared by all nodes of one depth, and on a CPU by target and draft: callers must not write to them.
+    On CUDA each stream has rows of its own, so that nobody waits for them, and none is freed while another reads it.
     """
-    start = torch.tensor([seed, position], dtype=torch.int64, device=device)
-    key = _mix(_mix(start[0] * _STEP) + start[1] * _STEP)
-    bits = _mix(key + torch.arange(1, vocab_size + 1, device=device) * _STEP)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _noise(seed, position, vocab_size, device, stream)
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode()
+def _noise(seed: int, position: int, vocab_size: int, device: torch.device, stream: int) -> Tensor:
+    key = _mix_one(_mix_one(seed * _STEP) + position * _STEP)
+    bits = _mix(torch.arange(1, vocab_size + 1, device=device) * _STEP + key)
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
-    noise = -torch.log(-torch.log(uniform))
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # the next user may be on another stream
-    return noise
+    return -torch.log(-torch.log(uniform))
 
 
 def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
+
+
+def _mix_one(x: int) -> int:
+    """Compute what `_mix` does for one number on the host; the result fits int64."""
+    x %= 2**64
+    x = (x ^ x >> 30) * _MIX_1 % 2**64
+    x = (x ^ x >> 27) * _MIX_2 % 2**64
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.simulation.cuda import state
 from tests.simulation.cuda.errors import AllocationWhileCapturing, MixedDevices, PageableCopy
 from tests.simulation.cuda.kernels import Kernels, tensors
 from tests.simulation.cuda.memory import key
@@ -196,6 +197,8 @@ class _Crossing:
         self._source, self._target = simulation.current_stream(source), simulation.current_stream(target)
 
     def __enter__(self) -> None:
+        if (simulation := state.active()).capture is not None:
+            raise simulation.report(MixedDevices("a captured step uses another device"))
         self._source.wait_stream(self._target)
 
     def __exit__(self, *_: object) -> None:

@@ -49,6 +49,11 @@ class Stream:
         state.active().note(self)
 
     @property
+    def cuda_stream(self) -> int:
+        """The handle, by which streams are told apart."""
+        return self.id
+
+    @property
     def last(self) -> Point:
         """The last kernel."""
         return Point(self.id, self.clock.get(self.id, 0))
