@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from langchain_card.runtime.adapters import NONE
-from langchain_card.runtime.kv_cache import KVPool, TensorKV
+from langchain_card.runtime.kv_cache import GridKV, KVPool
 from langchain_card.runtime.rows import AttentionOptions, Rows
 
 MAX_SCORED_ROWS = 64
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
         return cls(seqs, round_up(longest(batch), WIDTHS), round_up(reach, sizes(MIN_KEYS, pool.max_len)))
 
     @classmethod
-    def ladder(cls, pool: KVPool[TensorKV]) -> list[Bucket]:
+    def ladder(cls, pool: KVPool[GridKV]) -> list[Bucket]:
         """Return the buckets of steps that are worth a graph, those with the most rows first."""
         widest = min(MAX_SCORED_ROWS, round_up(pool.num_scratch, WIDTHS))
         widths = [width for width in WIDTHS if width <= widest]
@@ -84,7 +84,7 @@ class StepInputs:
         no_mask: placeholder for the model's mask.
     """
 
-    def __init__(self, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> None:
+    def __init__(self, pool: KVPool[GridKV], bucket: Bucket, window: int | None) -> None:
         device = pool.kv.layers[0].device
         self._pool, self._window = pool, window
         shape = (6, bucket.seqs, bucket.width)
@@ -134,9 +134,9 @@ class StepInputs:
 
 
 class _Seen(NamedTuple):
-    """Slots of the rows, [seqs * width], and masks, [seqs, 1, width, num_scratch + keys], on one device."""
+    """Places of the rows, [seqs * width * kv_heads], and masks, [seqs, 1, width, num_scratch + keys], on one device."""
 
-    slots: Tensor
+    places: Tensor
     mask: Tensor
     sliding_mask: Tensor | None  # for layers with a sliding window
 
@@ -151,12 +151,12 @@ class MaskedPlan:
         seen: slots and masks by device.
     """
 
-    pool: KVPool[TensorKV]
+    pool: KVPool[GridKV]
     bucket: Bucket
     seen: dict[torch.device, _Seen]
 
     @classmethod
-    def of(cls, inputs: StepInputs, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> MaskedPlan:
+    def of(cls, inputs: StepInputs, pool: KVPool[GridKV], bucket: Bucket, window: int | None) -> MaskedPlan:
         """Build the masks on the device."""
         _, positions, slots, count, *_ = inputs.numbers
         key = torch.arange(bucket.keys, device=count.device)
@@ -166,8 +166,9 @@ class MaskedPlan:
         if window is not None:
             near = committed & (key > positions[..., None] - window)
             sliding = _additive(torch.cat([inputs.trees[1], near], dim=-1), dtype)
+        places = pool.kv.places(slots.flatten()).flatten()
         seen = {
-            device: _Seen(slots.flatten().to(device), full.to(device), None if sliding is None else sliding.to(device))
+            device: _Seen(places.to(device), full.to(device), None if sliding is None else sliding.to(device))
             for device in dict.fromkeys(layer.device for layer in pool.kv.layers)
         }
         return cls(pool, bucket, seen)
@@ -175,14 +176,14 @@ class MaskedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attend as `attention.StepPlan` demands."""
         kv = self.pool.kv.layers[layer]
-        slots, mask, sliding_mask = self.seen[kv.device]
-        kv[0].index_copy_(1, slots, key[0])
-        kv[1].index_copy_(1, slots, value[0])
+        places, mask, sliding_mask = self.seen[kv.device]
+        for stored, new in zip(kv, (key, value), strict=True):
+            stored.index_copy_(0, places, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
         if options.window is not None:
             assert sliding_mask is not None, "a layer slides and the model's configuration does not say so"
             mask = sliding_mask
-        by_sequence = kv[:, :, :-1].view(2, -1, self.pool.num_seqs, self.pool.num_slots, kv.shape[-1]).transpose(1, 2)
-        return masked_attention(query, by_sequence[:, : self.bucket.seqs, :, : mask.shape[-1]], mask, options)
+        seen = self.pool.kv.by_sequence(layer)[:, : self.bucket.seqs, :, : mask.shape[-1]]
+        return masked_attention(query, seen, mask, options)
 
 
 def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:

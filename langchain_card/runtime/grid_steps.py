@@ -17,7 +17,7 @@ from langchain_card.runtime.adapters import Adapters
 from langchain_card.runtime.attention import ATTENTION_NAME, card_attention, register
 from langchain_card.runtime.families import decoder_layers
 from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs, longest
-from langchain_card.runtime.kv_cache import KVPool, TensorKV
+from langchain_card.runtime.kv_cache import GridKV, KVPool
 from langchain_card.runtime.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class GridSteps:
     def __init__(
         self,
         model: Any,
-        pool: KVPool[TensorKV],
+        pool: KVPool[GridKV],
         *,
         window: int | None,
         width: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -125,6 +126,19 @@ def test_every_window_has_a_captured_step() -> None:
         assert bucket in ladder and bucket.width >= max(len(rows.token_ids) for rows in batch)
         assert bucket.keys > max(max(rows.positions) for rows in batch)
         assert bucket.seqs > max(rows.cache.index for rows in batch)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_products_read_keys_and_values_where_they_are(tiny_pairs: Pairs, num_seqs: int) -> None:
+    """Copies of a layer's keys would be most of the memory that a step of several sequences moves."""
+    model = in_grids(tiny_pairs["llama"][0], None)
+    caches = [model.open() for _ in range(num_seqs)]
+    batch = [Rows(cache, [3, 1, 4], 0, [(0,), (0, 1), (0, 1, 2)]) for cache in caches]
+    model.step(batch)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        model.step(batch)
+    copied = [event.input_shapes[0] for event in profile.events() if event.name in ("aten::clone", "aten::copy_")]
+    assert copied and max(map(math.prod, copied)) < num_seqs * 512 * tiny.SHAPE["num_key_value_heads"] * 16
 
 
 @pytest.mark.parametrize(("width", "most"), [(None, 1), (8, 16)], ids=["any shape", "one shape"])

@@ -156,7 +156,7 @@ def test_rows_see_a_number_of_keys_that_fast_kernels_take(model: str, max_len: i
 def baked(inputs: StepInputs, pool: Any, bucket: Any, window: Any) -> MaskedPlan:
     """The host's own number decides what a captured step computes."""
     made, first = plan(inputs, pool, bucket, window), int(inputs._numbers[2].min())
-    seen = {device: each._replace(slots=each.slots.clamp(min=first)) for device, each in made.seen.items()}
+    seen = {device: each._replace(places=each.places.clamp(min=first)) for device, each in made.seen.items()}
     return MaskedPlan(made.pool, made.bucket, seen)
 
 
@@ -183,7 +183,7 @@ def growing(inputs: StepInputs, *rest: Any) -> MaskedPlan:
 
 def elsewhere(inputs: StepInputs, *rest: Any) -> MaskedPlan:
     made = plan(inputs, *rest)
-    seen = {device: each._replace(slots=each.slots.to("cuda:1")) for device, each in made.seen.items()}
+    seen = {device: each._replace(places=each.places.to("cuda:1")) for device, each in made.seen.items()}
     return MaskedPlan(made.pool, made.bucket, seen)
 
 
