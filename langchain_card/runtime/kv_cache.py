@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from langchain_card.runtime.adapters import NONE
+from langchain_card.runtime.transfer import to_device
 
 
 class KVStorage(Protocol):
@@ -331,11 +332,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return numbers of the CPU on a device, without a wait for the device."""
-    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

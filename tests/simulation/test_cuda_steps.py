@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from langchain_card.config import EngineConfig
+from langchain_card.core.request import SamplingParams
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime import sampling
 from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs
+from langchain_card.runtime.guide import Guide
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.sampling import choose, gumbel_noise
+from langchain_card.runtime.sampling import Sampler, choose, gumbel_noise
+from langchain_card.runtime.transfer import to_device
 from tests.simulation import cuda
 from tests.simulation.cuda import Violation, simulated_cuda
 from tests.simulation.cuda.state import active
@@ -31,6 +34,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICES = ("cuda:0", "cuda:1", "cuda:0,cuda:1")
 Plan = Callable[..., MaskedPlan]
 plan: Plan = MaskedPlan.of
+
+
+class OnlyEven:
+    """A grammar of even tokens."""
+
+    def fork(self) -> OnlyEven:
+        return self
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def allowed(self) -> bytes:
+        return b"\x55" * 25
+
+    def closing(self, max_tokens: int) -> None:
+        return None
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +111,25 @@ def test_a_greedy_round_reads_its_tokens_and_waits_for_nothing_else(model: str, 
         made.pool.forget()
         rounds = play(made, rounds=8, read=read)
     assert rounds[-1][before:] == ["tolist"] * 8
+
+
+def test_processors_read_nothing_from_the_device() -> None:
+    """Penalties, bias, a grammar's mask, bans, truncation and noise of a window: one read back, of the tokens."""
+    params = SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, seed=3, repetition_penalty=1.2, presence_penalty=0.1,
+        logit_bias=((7, 1.5),), banned_ids=(3, 5),
+    )  # fmt: skip
+    logits, paths = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)), [(), (9,), (9, 11)]
+
+    def tokens(device: str) -> list[int]:
+        guide = Guide(OnlyEven(), (0,))
+        there = to_device(logits, torch.device(device))
+        return choose([Sampler(params, [1, 2, 2], guide).scores(there, paths)])
+
+    wanted = tokens("cpu")
+    with simulated_cuda() as simulation:
+        assert tokens("cuda:1") == wanted
+        assert simulation.syncs == ["tolist"]
 
 
 def test_noise_needs_no_sync_and_is_not_freed_while_it_is_read() -> None:
