@@ -39,17 +39,19 @@ WIDTHS = (1, 4, *(1 << n for n in range(4, 24)))
 
 
 class Bucket(NamedTuple):
-    """The shape of a step over the first `seqs` sequences of the pool.
+    """The shape of a step over `seqs` sequences of the pool.
 
     Attributes:
         seqs: number of sequences.
         width: rows of each.
         keys: positions read of each, in addition to its scratch slots.
+        first: index of the first sequence.
     """
 
     seqs: int
     width: int
     keys: int
+    first: int = 0
 
     @classmethod
     def of(cls, batch: Sequence[Rows]) -> Bucket:
@@ -58,6 +60,12 @@ class Bucket(NamedTuple):
         seqs = round_up(1 + max(rows.cache.index for rows in batch), sizes(1, pool.num_seqs))
         reach = 1 + max(max(rows.positions) for rows in batch)
         return cls(seqs, round_up(longest(batch), WIDTHS), round_up(reach, sizes(MIN_KEYS, pool.max_len)))
+
+    @classmethod
+    def alone(cls, rows: Rows) -> Bucket:
+        """Return the smallest bucket for one sequence."""
+        _, width, keys, _ = cls.of([rows])
+        return cls(1, width, keys, rows.cache.index)
 
     @classmethod
     def ladder(cls, pool: KVPool[GridKV]) -> list[Bucket]:
@@ -86,7 +94,7 @@ class StepInputs:
 
     def __init__(self, pool: KVPool[GridKV], bucket: Bucket, window: int | None) -> None:
         device = pool.kv.layers[0].device
-        self._pool, self._window = pool, window
+        self._pool, self._first, self._window = pool, bucket.first, window
         shape = (6, bucket.seqs, bucket.width)
         trees = (1 if window is None else 2, bucket.seqs, bucket.width, pool.num_scratch)
         self._numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -108,7 +116,7 @@ class StepInputs:
         trees[:] = False
         width, wanted = numbers.shape[2], list[int]()
         for rows in batch:
-            index, count = rows.cache.index, len(rows.token_ids)
+            index, count = rows.cache.index - self._first, len(rows.token_ids)
             numbers[:3, index, :count] = rows.token_ids, rows.positions, rows.slots
             numbers[3, index, :count], numbers[4, index, :count] = rows.seen_positions, rows.cache.adapter
             for row, path in enumerate(rows.paths or ()):
@@ -182,7 +190,8 @@ class MaskedPlan:
         if options.window is not None:
             assert sliding_mask is not None, "a layer slides and the model's configuration does not say so"
             mask = sliding_mask
-        seen = self.pool.kv.by_sequence(layer)[:, : self.bucket.seqs, :, : mask.shape[-1]]
+        seqs, first = self.bucket.seqs, self.bucket.first
+        seen = self.pool.kv.by_sequence(layer)[:, first : first + seqs, :, : mask.shape[-1]]
         return masked_attention(query, seen, mask, options)
 
 

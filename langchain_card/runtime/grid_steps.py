@@ -28,6 +28,9 @@ _capturing = threading.Lock()
 WARM_UPS = 2
 """Number of runs before a capture, which choose kernels and allocate workspaces."""
 
+MOST_PADDING = 2
+"""Texts are read one by one if their common grid has more than so many times as many rows."""
+
 
 @dataclass(slots=True)
 class _Captured:
@@ -67,7 +70,12 @@ class GridSteps:
     def run(self, batch: Sequence[Rows]) -> Tensor:
         """Run a batch with one entry per sequence; return wanted logits [rows, vocabulary], valid until the next."""
         if self._only is None:
-            return self._run(batch, Bucket.of(batch))
+            bucket = Bucket.of(batch)
+            apart = [Bucket.alone(rows) for rows in batch if rows.paths is None]
+            if apart and bucket.seqs * bucket.width > MOST_PADDING * sum(each.width for each in apart):
+                pairs = zip(batch, apart, strict=True)
+                return torch.cat([self._run([rows], each).clone() for rows, each in pairs])
+            return self._run(batch, bucket)
         if longest(batch) <= self._only.width:
             return self._run(batch, self._only)
         return self._run_pieces(batch, self._only)
