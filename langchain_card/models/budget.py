@@ -204,9 +204,7 @@ class ModelNeeds:
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         row: int = 4 * config.hidden_size + 3 * wide + config.num_attention_heads * positions
         vocab_size: int = config.vocab_size
-        captured = (
-            MAX_GRAPH_ROWS if self.spec.device.type == "cuda" else 0
-        )  # all graphs share the memory of the largest
+        captured = MAX_GRAPH_ROWS if self.spec.device.type == "cuda" else 0  # graphs share the largest one's memory
         numbers = TEXT_CHUNK * row + captured * (row + vocab_size)
         return numbers * self.spec.itemsize + self.scratch * vocab_size * scores
 

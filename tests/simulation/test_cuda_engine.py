@@ -22,6 +22,7 @@ from langchain_card.errors import DeviceLostError
 from langchain_card.models.loader import resolve
 from tests.simulation import FixedPolicy
 from tests.simulation.cuda import simulated_cuda
+from tests.simulation.cuda.graphs import CUDAGraph
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,11 +76,29 @@ def answers(
 Plain = Callable[[int, dict[str, Any]], list[tuple[int, ...]]]
 
 
-@pytest.mark.parametrize("execution", ["eager", "graphs"])
+@pytest.mark.parametrize("execution", ["graphs", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_draft_on_the_other_device(pair: EngineConfig, plain: Plain, execution: str) -> None:
+    """Three seconds, most of them for captures."""
     config = replace(pair, **PLACEMENTS["two devices"], execution=execution)
     with simulated_cuda():
         assert answers(config, ["parallel"], 6, GREEDY) == [plain(6, GREEDY)]
+
+
+@pytest.mark.slow  # 3 seconds
+def test_memory_runs_out_during_a_replay(pair: EngineConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are whole, and later passes are replays."""
+    replays, replay = list[CUDAGraph](), CUDAGraph.replay
+
+    def scarce(graph: CUDAGraph) -> None:
+        replays.append(graph)
+        if len(replays) == 3:
+            raise torch.OutOfMemoryError("planted")
+        replay(graph)
+
+    monkeypatch.setattr(CUDAGraph, "replay", scarce)
+    with simulated_cuda():
+        assert answers(replace(pair, device="cuda:0", draft_model=None), ["plain"], 12, GREEDY) == [plain(12, GREEDY)]
+    assert len(replays) > 12
 
 
 @pytest.mark.slow  # 5 to 15 seconds each
