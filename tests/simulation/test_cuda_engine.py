@@ -151,7 +151,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_lost_device_ends_an_engine_at_once(pair: EngineConfig, lost: list[int]) -> None:
-    """Every answer fails, and later requests do, with an error that says what helps."""
+    """Every answer fails, and later requests do, with an error that names what helps."""
     with Engine(replace(pair, draft_model=None)) as engine:
         running = [engine.submit([*range(40, 60)], SamplingParams(max_tokens=20)) for _ in range(2)]
         for generation in (*running, engine.submit([5], SamplingParams(max_tokens=2))):

@@ -17,7 +17,7 @@ FIRST, SECOND = (torch.device("cuda", index) for index in range(2))
 
 @pytest.fixture
 def devices() -> Iterator[Simulation]:
-    """Two devices; each test says itself what was violated."""
+    """Two devices; each test checks the violations itself."""
     with simulated_cuda(check=False) as simulation:
         yield simulation
 
@@ -35,7 +35,7 @@ def kinds(simulation: Simulation) -> list[type[Violation]]:
     return [type(violation) for violation in simulation.violations]
 
 
-def test_tensors_say_where_they_are_and_compute(devices: Simulation) -> None:
+def test_tensors_have_a_device_and_compute(devices: Simulation) -> None:
     there = torch.arange(6, device="cuda:1").view(2, 3)
     assert there.device == SECOND and there.is_cuda and not there.is_cpu
     values, places = (there.float() @ there.float().T).max(dim=-1)

@@ -50,7 +50,7 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """The handle, by which streams are told apart."""
+        """The handle, another one for each stream."""
         return self.id
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors that say they lie on a device and hold their numbers in the host's memory."""
+"""Tensors of simulated devices; their numbers lie in the host's memory."""
 
 from __future__ import annotations
 
