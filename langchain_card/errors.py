@@ -18,6 +18,7 @@ CARDError
     ├── EngineBusyError                 the queue is full
     ├── EngineWaitError                 the request waited too long for its turn
     ├── EngineClosedError               the engine was closed
+    ├── DeviceLostError                 a CUDA error: this process cannot use the device any longer
     ├── GenerationTimeoutError          the answer took longer than it was allowed to
     └── GenerationAbortedError          another part of the program ended the answer
 ```
@@ -131,6 +132,10 @@ class EngineClosedError(EngineError):
     """The engine was closed before or while the request ran."""
 
 
+class DeviceLostError(EngineError):
+    """A CUDA error ended the use of the device by this process; only a new process can go on."""
+
+
 class GenerationTimeoutError(EngineError):
     """The answer took longer than it was allowed to; the request was aborted."""
 
@@ -140,12 +145,21 @@ class GenerationAbortedError(EngineError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out: torch has a class for GPUs, and only a message for CPUs."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    """Return whether an error means that memory ran out: of most kinds, torch has only messages."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error) for text in _NO_MEMORY))
     )
+
+
+_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Return whether an error of CUDA has made the device useless to this process: all later calls fail, too."""
+    if is_out_of_memory(error) or not isinstance(error, RuntimeError):
+        return False
+    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], hint: str = "") -> None:

@@ -27,6 +27,7 @@ _CORE_KINDS: Mapping[type[CARDError], type[Exception]] = {
     errors.EngineBusyError: core.ModelRateLimitError,
     errors.EngineWaitError: core.ModelTimeoutError,
     errors.EngineClosedError: core.ModelError,
+    errors.DeviceLostError: core.ModelError,
     errors.GenerationAbortedError: core.ModelError,
     errors.GenerationTimeoutError: core.ModelTimeoutError,
 }

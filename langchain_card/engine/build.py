@@ -97,7 +97,7 @@ def start_driver(
 
     captures = _captures(progress, "draft")
     makers = transport_makers(config, pair, threads, drafts, for_drafters, beside, below, captures)
-    shared = pair.draft is None or pair.draft.device == pair.target.device
+    shared = pair.draft is None or pair.share_device
     overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
     core = Coordinator([*makers], limits, policy, pair.vocab_size, chains=strict, rule=rule)

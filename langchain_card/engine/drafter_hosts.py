@@ -51,8 +51,7 @@ def needs_process(config: EngineConfig, pair: Pair) -> bool:
         return False
     if config.draft_transport == "process":
         return True
-    devices = pair.target.device, pair.draft.device
-    if devices[0] == devices[1] or any(device.type != "cuda" for device in devices):
+    if pair.share_device or any(spec.device.type != "cuda" for spec in (pair.target, pair.draft)):
         return False
     if config.stack:
         log.info("the draft runs on a thread, with the drafters below it: a process has room for one drafter")

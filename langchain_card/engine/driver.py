@@ -16,7 +16,7 @@ from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.messages import Event
 from langchain_card.core.request import FinishReason
 from langchain_card.engine.liveness import StepWatch
-from langchain_card.errors import EngineClosedError, EngineError, is_out_of_memory
+from langchain_card.errors import DeviceLostError, EngineClosedError, EngineError, is_device_failure, is_out_of_memory
 from langchain_card.ports import Clock, Consumer, Health, Observer, Target, Transport
 
 log = logging.getLogger(__name__)
@@ -152,6 +152,9 @@ class Driver:
         try:
             while not self._inbox.closed:
                 self.step()
+        except DeviceLostError as failure:
+            log.exception("the target's device is lost; the engine ends")
+            error = failure
         except Exception as failure:
             log.exception("the loop around the core failed; the engine ends")
             error = EngineError("engine", failure, "an internal error", "the log has the whole trace; please report it")
@@ -232,6 +235,10 @@ class Driver:
             if is_out_of_memory(error):
                 yield m.OutOfMemory(m.TARGET, request_ids, self._clock())
                 return
+            if is_device_failure(error):
+                limit = "the device failed, and this process cannot use it any longer"
+                hint = "with isolate=True, a new process goes on with the answers"
+                raise DeviceLostError("target", str(error), limit, hint) from error
             log.exception("a target step failed for requests %s", request_ids)
             for request_id in self._consumers:
                 self._target.end(request_id)  # the next worker needs the memory

@@ -23,6 +23,7 @@ from langchain_card.models.placement import shares
 from langchain_card.models.quantization import find_quantizer, quantized_bytes
 from langchain_card.models.safety import weight_files
 from langchain_card.runtime.families import empty_model, kv_shape, read_config
+from langchain_card.runtime.grid_attention import MAX_GRAPH_ROWS
 from langchain_card.runtime.runner import TEXT_CHUNK
 
 FIXED_RESERVE = 256 << 20
@@ -198,12 +199,14 @@ class ModelNeeds:
         )
 
     def working(self, positions: int) -> int:
-        """Return the bytes that a step takes beside weights and KV: a prompt chunk, scores of unverified rows."""
+        """Return the bytes of steps beside weights and KV: a prompt chunk, scores of unverified rows, captures."""
         config, scores = self._config, _SCORE_BYTES * _SCORE_COPIES
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         row: int = 4 * config.hidden_size + 3 * wide + config.num_attention_heads * positions
         vocab_size: int = config.vocab_size
-        return TEXT_CHUNK * row * self.spec.itemsize + self.scratch * vocab_size * scores
+        captured = MAX_GRAPH_ROWS if self.spec.device.type == "cuda" else 0  # graphs share the largest one's memory
+        numbers = TEXT_CHUNK * row + captured * (row + vocab_size)
+        return numbers * self.spec.itemsize + self.scratch * vocab_size * scores
 
 
 def _round_up(count: int, size: int) -> int:

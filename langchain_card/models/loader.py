@@ -115,6 +115,11 @@ class Pair:
         """The draft's vocabulary map, or None."""
         return self.vocabularies[0] if self.vocabularies else None
 
+    @property
+    def share_device(self) -> bool:
+        """Whether the draft lies on a device that holds a part of the target."""
+        return self.draft is not None and self.draft.device in self.target.devices
+
 
 def resolve(
     config: EngineConfig, progress: Progress | None = None, begin: Callable[[ModelSpec], None] | None = None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from langchain_card.runtime.adapters import NONE
-from langchain_card.runtime.kv_cache import KVPool, TensorKV
+from langchain_card.runtime.kv_cache import GridKV, KVPool
 from langchain_card.runtime.rows import AttentionOptions, Rows
 
 MAX_SCORED_ROWS = 64
@@ -39,17 +39,19 @@ WIDTHS = (1, 4, *(1 << n for n in range(4, 24)))
 
 
 class Bucket(NamedTuple):
-    """The shape of a step over the first `seqs` sequences of the pool.
+    """The shape of a step over `seqs` sequences of the pool.
 
     Attributes:
         seqs: number of sequences.
         width: rows of each.
         keys: positions read of each, in addition to its scratch slots.
+        first: index of the first sequence.
     """
 
     seqs: int
     width: int
     keys: int
+    first: int = 0
 
     @classmethod
     def of(cls, batch: Sequence[Rows]) -> Bucket:
@@ -60,7 +62,13 @@ class Bucket(NamedTuple):
         return cls(seqs, round_up(longest(batch), WIDTHS), round_up(reach, sizes(MIN_KEYS, pool.max_len)))
 
     @classmethod
-    def ladder(cls, pool: KVPool[TensorKV]) -> list[Bucket]:
+    def alone(cls, rows: Rows) -> Bucket:
+        """Return the smallest bucket for one sequence."""
+        _, width, keys, _ = cls.of([rows])
+        return cls(1, width, keys, rows.cache.index)
+
+    @classmethod
+    def ladder(cls, pool: KVPool[GridKV]) -> list[Bucket]:
         """Return the buckets of steps that are worth a graph, those with the most rows first."""
         widest = min(MAX_SCORED_ROWS, round_up(pool.num_scratch, WIDTHS))
         widths = [width for width in WIDTHS if width <= widest]
@@ -78,44 +86,52 @@ class StepInputs:
         window: number of keys that a sliding layer sees, or None if the model has no such layer.
 
     Attributes:
-        numbers: [5, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees, and
-            numbers of adapters.
+        numbers: [6, seqs, width] token ids, positions, slots of the pool, committed positions that each row sees,
+            numbers of adapters, and the rows whose logits are wanted, first ones first.
         trees: [1 or 2, seqs, width, num_scratch] scratch slots that each row sees; the second is for sliding layers.
         no_mask: placeholder for the model's mask.
     """
 
-    def __init__(self, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> None:
+    def __init__(self, pool: KVPool[GridKV], bucket: Bucket, window: int | None) -> None:
         device = pool.kv.layers[0].device
-        self._pool, self._window = pool, window
-        shape = (5, bucket.seqs, bucket.width)
+        self._pool, self._first, self._window = pool, bucket.first, window
+        shape = (6, bucket.seqs, bucket.width)
         trees = (1 if window is None else 2, bucket.seqs, bucket.width, pool.num_scratch)
         self._numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._trees = torch.zeros(trees, dtype=torch.bool, pin_memory=device.type == "cuda")
-        self.numbers, self.trees = torch.zeros_like(self._numbers, device=device), self._trees.to(device)
+        self.numbers, self.trees = (torch.zeros_like(each, device=device) for each in (self._numbers, self._trees))
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self.no_mask = torch.zeros(1, 1, 1, 1, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def fill(self, batch: Sequence[Rows]) -> list[int]:
-        """Write a batch; return the grid's rows that it fills, in order. Padding sees position 0 and goes to trash."""
+        """Write a batch; return the grid's rows whose logits are wanted, in the batch's order.
+
+        Padding sees position 0 and goes to trash.
+        """
         if self._copied is not None:
             self._copied.synchronize()  # the last batch has left these buffers
         numbers, trees = self._numbers.numpy(), self._trees.numpy()
         numbers[:2], numbers[2], numbers[3], numbers[4] = 0, self._pool.trash, 1, NONE
         trees[:] = False
-        width, where = numbers.shape[2], list[int]()
+        width, wanted = numbers.shape[2], list[int]()
         for rows in batch:
-            index, count = rows.cache.index, len(rows.token_ids)
+            index, count = rows.cache.index - self._first, len(rows.token_ids)
             numbers[:3, index, :count] = rows.token_ids, rows.positions, rows.slots
             numbers[3, index, :count], numbers[4, index, :count] = rows.seen_positions, rows.cache.adapter
             for row, path in enumerate(rows.paths or ()):
                 self._see(trees[:, index, row], rows.start, path)
-            where += range(index * width, index * width + count)
+            wanted += (index * width + row for row in rows.wanted)
+        numbers[5].flat[: len(wanted)] = wanted
         self.numbers.copy_(self._numbers, non_blocking=True)
         self.trees.copy_(self._trees, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        return where
+        return wanted
+
+    def rows(self, count: int) -> Tensor:
+        """Return the first wanted rows, on the device."""
+        return self.numbers[5].flatten()[:count]
 
     def _see(self, seen: np.ndarray, start: int, path: Sequence[int]) -> None:
         """Mark the scratch slots of a row's path; a sliding layer sees the last of them."""
@@ -126,9 +142,9 @@ class StepInputs:
 
 
 class _Seen(NamedTuple):
-    """Slots of the rows, [seqs * width], and masks, [seqs, 1, width, num_scratch + keys], on one device."""
+    """Places of the rows, [seqs * width * kv_heads], and masks, [seqs, 1, width, num_scratch + keys], on one device."""
 
-    slots: Tensor
+    places: Tensor
     mask: Tensor
     sliding_mask: Tensor | None  # for layers with a sliding window
 
@@ -143,14 +159,14 @@ class MaskedPlan:
         seen: slots and masks by device.
     """
 
-    pool: KVPool[TensorKV]
+    pool: KVPool[GridKV]
     bucket: Bucket
     seen: dict[torch.device, _Seen]
 
     @classmethod
-    def of(cls, inputs: StepInputs, pool: KVPool[TensorKV], bucket: Bucket, window: int | None) -> MaskedPlan:
+    def of(cls, inputs: StepInputs, pool: KVPool[GridKV], bucket: Bucket, window: int | None) -> MaskedPlan:
         """Build the masks on the device."""
-        _, positions, slots, count, _ = inputs.numbers
+        _, positions, slots, count, *_ = inputs.numbers
         key = torch.arange(bucket.keys, device=count.device)
         committed = key < count[..., None]
         dtype = pool.kv.layers[0].dtype
@@ -158,8 +174,9 @@ class MaskedPlan:
         if window is not None:
             near = committed & (key > positions[..., None] - window)
             sliding = _additive(torch.cat([inputs.trees[1], near], dim=-1), dtype)
+        places = pool.kv.places(slots.flatten()).flatten()
         seen = {
-            device: _Seen(slots.flatten().to(device), full.to(device), None if sliding is None else sliding.to(device))
+            device: _Seen(places.to(device), full.to(device), None if sliding is None else sliding.to(device))
             for device in dict.fromkeys(layer.device for layer in pool.kv.layers)
         }
         return cls(pool, bucket, seen)
@@ -167,14 +184,15 @@ class MaskedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attend as `attention.StepPlan` demands."""
         kv = self.pool.kv.layers[layer]
-        slots, mask, sliding_mask = self.seen[kv.device]
-        kv[0].index_copy_(1, slots, key[0])
-        kv[1].index_copy_(1, slots, value[0])
+        places, mask, sliding_mask = self.seen[kv.device]
+        for stored, new in zip(kv, (key, value), strict=True):
+            stored.index_copy_(0, places, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
         if options.window is not None:
             assert sliding_mask is not None, "a layer slides and the model's configuration does not say so"
             mask = sliding_mask
-        by_sequence = kv[:, :, :-1].view(2, -1, self.pool.num_seqs, self.pool.num_slots, kv.shape[-1]).transpose(1, 2)
-        return masked_attention(query, by_sequence[:, : self.bucket.seqs, :, : mask.shape[-1]], mask, options)
+        seqs, first = self.bucket.seqs, self.bucket.first
+        seen = self.pool.kv.by_sequence(layer)[:, first : first + seqs, :, : mask.shape[-1]]
+        return masked_attention(query, seen, mask, options)
 
 
 def masked_attention(query: Tensor, kv: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from langchain_card.errors import is_out_of_memory
 from langchain_card.runtime.adapters import Adapters
 from langchain_card.runtime.attention import ATTENTION_NAME, card_attention, register
 from langchain_card.runtime.families import decoder_layers
 from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs, longest
-from langchain_card.runtime.kv_cache import KVPool, TensorKV
+from langchain_card.runtime.kv_cache import GridKV, KVPool
 from langchain_card.runtime.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ _capturing = threading.Lock()
 
 WARM_UPS = 2
 """Number of runs before a capture, which choose kernels and allocate workspaces."""
+
+MOST_PADDING = 2
+"""Texts are read one by one if their common grid has more than so many times as many rows."""
 
 
 @dataclass(slots=True)
@@ -52,7 +56,7 @@ class GridSteps:
     def __init__(
         self,
         model: Any,
-        pool: KVPool[TensorKV],
+        pool: KVPool[GridKV],
         *,
         window: int | None,
         width: int | None = None,
@@ -61,28 +65,53 @@ class GridSteps:
         self._model, self._pool, self._window, self._adapters = model, pool, window, adapters
         self._only = None if width is None else Bucket(pool.num_seqs, width, pool.max_len)
         self._captured: dict[Bucket, _Captured] = {}
+        self._inputs: dict[Bucket, StepInputs] = {}  # of steps that are not captured
 
     def run(self, batch: Sequence[Rows]) -> Tensor:
         """Run a batch with one entry per sequence; return wanted logits [rows, vocabulary], valid until the next."""
-        if self._only is not None:
-            return torch.cat([self._run(piece, self._only) for piece in _pieces(batch, self._only.width)])
-        return self._run(batch, Bucket.of(batch))
+        if self._only is None:
+            bucket = Bucket.of(batch)
+            apart = [Bucket.alone(rows) for rows in batch if rows.paths is None]
+            if apart and bucket.seqs * bucket.width > MOST_PADDING * sum(each.width for each in apart):
+                pairs = zip(batch, apart, strict=True)
+                return torch.cat([self._run([rows], each).clone() for rows, each in pairs])
+            return self._run(batch, bucket)
+        if longest(batch) <= self._only.width:
+            return self._run(batch, self._only)
+        return self._run_pieces(batch, self._only)
+
+    def _run_pieces(self, batch: Sequence[Rows], bucket: Bucket) -> Tensor:
+        """Run texts that are longer than a grid."""
+        found: dict[int, list[Tensor]] = {id(rows.cache): [] for rows in batch}
+        for piece in _pieces(batch, bucket.width):
+            logits = self._run(piece, bucket).clone()  # the next piece overwrites them
+            for rows, part in zip(piece, torch.split(logits, [len(rows.wanted) for rows in piece]), strict=True):
+                found[id(rows.cache)].append(part)
+        return torch.cat([part for rows in batch for part in found[id(rows.cache)]])
 
     def _run(self, batch: Sequence[Rows], bucket: Bucket) -> Tensor:
         captured = self._captured.get(bucket)
-        inputs = StepInputs(self._pool, bucket, self._window) if captured is None else captured.inputs
-        wanted = _wanted(batch, inputs.fill(batch))
+        inputs = self._inputs_of(bucket) if captured is None else captured.inputs
+        wanted = inputs.fill(batch)
         if captured is not None:
             captured.graph.replay()
             logits = captured.logits
         elif self._only is None or not wanted:
-            return self._forward(inputs, bucket, wanted)
+            return self._forward(inputs, bucket, len(wanted))
         else:  # fixed shapes: the head runs over all rows
             logits = self._forward(inputs, bucket, None)
-        return logits if wanted == [*range(len(logits))] else logits[wanted]
+        return logits if wanted == [*range(len(logits))] else logits.index_select(0, inputs.rows(len(wanted)))
+
+    def _inputs_of(self, bucket: Bucket) -> StepInputs:
+        """Return the inputs of a bucket, which are kept: pinned memory is slow to allocate."""
+        if bucket not in self._inputs:
+            self._inputs[bucket] = StepInputs(self._pool, bucket, self._window)
+        return self._inputs[bucket]
 
     def capture(self, stream: torch.cuda.Stream, report: Callable[[int, int], None]) -> None:
-        """Capture the steps that recur; others run eagerly. The first failure ends this, with one warning.
+        """Capture the steps that recur; others run eagerly.
+
+        A step for which memory runs out is left out. Any other failure ends this. Either is logged.
 
         Args:
             stream: where the steps run.
@@ -90,12 +119,13 @@ class GridSteps:
         """
         buckets = Bucket.ladder(self._pool) if self._only is None else [self._only]
         scores, memory = None, None  # shared by all graphs, because one runs at a time
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still write weights and KV
         for done, bucket in enumerate(buckets):
             report(done, len(buckets))
-            inputs = StepInputs(self._pool, bucket, self._window)
-            inputs.fill(())
             try:
                 with _capturing, torch.inference_mode(), torch.cuda.stream(stream):
+                    inputs = StepInputs(self._pool, bucket, self._window)
+                    inputs.fill(())
                     for _ in range(WARM_UPS):
                         logits = self._forward(inputs, bucket, None)
                     scores = torch.empty_like(logits) if scores is None else scores
@@ -107,11 +137,13 @@ class GridSteps:
                     memory = graph.pool()
             except Exception as error:
                 log.warning("steps run eagerly, several times slower: no CUDA graph of %s (%s)", bucket, error)
-                return
+                if not is_out_of_memory(error):
+                    return
+                continue
             self._captured[bucket] = _Captured(inputs, graph, out)
 
-    def _forward(self, inputs: StepInputs, bucket: Bucket, wanted: Sequence[int] | None) -> Tensor:
-        """Return logits of the wanted rows, or of all."""
+    def _forward(self, inputs: StepInputs, bucket: Bucket, wanted: int | None) -> Tensor:
+        """Return logits of so many wanted rows, or of all rows."""
         call = {
             "input_ids": inputs.numbers[0].reshape(1, -1),
             "position_ids": inputs.numbers[1].reshape(1, -1),
@@ -121,10 +153,10 @@ class GridSteps:
         }
         rows = inputs.numbers[4].flatten()
         with contextlib.nullcontext() if self._adapters is None else self._adapters.on(rows):
-            if wanted is not None and not wanted:
+            if wanted == 0:
                 self._model.get_decoder()(**call)
                 return torch.empty(0, self._model.config.get_text_config().vocab_size, device=rows.device)
-            keep = 0 if wanted is None else torch.tensor(wanted, device=rows.device)
+            keep = 0 if wanted is None else inputs.rows(wanted)
             logits: Tensor = self._model(**call, logits_to_keep=keep).logits[0]
         return logits
 
@@ -151,13 +183,3 @@ def _pieces(batch: Sequence[Rows], width: int) -> Iterator[list[Rows]]:
                 last = first + width >= len(rows.token_ids)
                 piece.append(replace(rows, token_ids=token_ids, start=rows.start + first, ask=rows.ask and last))
         yield piece
-
-
-def _wanted(batch: Sequence[Rows], where: Sequence[int]) -> list[int]:
-    """Return the rows of the grid whose logits are wanted, in the batch's order."""
-    wanted: list[int] = []
-    first = 0
-    for rows in batch:
-        wanted += (where[first + row] for row in rows.wanted)
-        first += len(rows.token_ids)
-    return wanted

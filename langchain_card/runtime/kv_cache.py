@@ -21,6 +21,7 @@ and its slots are cleared.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from langchain_card.runtime.adapters import NONE
+from langchain_card.runtime.transfer import to_device
 
 
 class KVStorage(Protocol):
@@ -63,7 +65,10 @@ class TensorKV:
     def __init__(
         self, num_slots: int, *, devices: Sequence[torch.device], kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        shape = (2, kv_heads, num_slots, head_dim)
+        self._allocate((2, kv_heads, num_slots, head_dim), devices, dtype)
+
+    def _allocate(self, shape: tuple[int, ...], devices: Sequence[torch.device], dtype: torch.dtype) -> None:
+        """Allocate one block for all layers of each device; `shape` is a layer's."""
         self._blocks = {
             device: zeros((devices.count(device), *shape), dtype, device) for device in dict.fromkeys(devices)
         }
@@ -79,18 +84,22 @@ class TensorKV:
     def copy(self, sources: Sequence[int], start: int) -> None:
         """Copy slots as `KVStorage` demands."""
         for device, block in self._blocks.items():
-            index = torch.tensor(sources, device=device)
+            index = to_device(torch.tensor(sources), device)
             block[:, :, :, start : start + len(sources)] = block.index_select(3, index)
+
+    def _part(self, block: Tensor, start: int, stop: int) -> Tensor:
+        """Return a view of one sequence's slots, [layers, 2, kv_heads, slots, head_dim]."""
+        return block[:, :, :, start:stop]
 
     def clear(self, start: int, stop: int) -> None:
         """Write zeros to slots from `start` to `stop`: zero times NaN is NaN, and a grid's mask multiplies by zero."""
         for block in self._blocks.values():
-            block[:, :, :, start:stop] = 0
+            self._part(block, start, stop).zero_()
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return a copy of slots, for each device [its layers, 2, kv_heads, slots, head_dim]."""
         return {
-            str(n): block[:, :, :, start:stop].clone(memory_format=torch.contiguous_format).cpu()
+            str(n): self._part(block, start, stop).clone(memory_format=torch.contiguous_format).cpu()
             for n, block in enumerate(self._blocks.values())
         }
 
@@ -98,7 +107,58 @@ class TensorKV:
         """Write slots as `KVStorage` demands."""
         for n, block in enumerate(self._blocks.values()):
             part = parts[str(n)]
-            block[:, :, :, start : start + part.shape[3]] = part.to(block.device)
+            self._part(block, start, start + part.shape[3]).copy_(part)
+
+
+class GridKV(TensorKV):
+    """Keys and values for steps over grids, sequence by sequence: products of all sequences read them where they are.
+
+    Where the heads lay outside, each product of several sequences would first copy all keys and values.
+
+    Args:
+        num_slots: number of slots: as many for each sequence, and one more.
+        num_seqs: number of sequences.
+        devices, kv_heads, head_dim, dtype: as in `TensorKV`.
+
+    Attributes:
+        layers: [layers] keys and values [2, num_seqs * kv_heads * slots of a sequence + 1, head_dim]; keys first.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        num_seqs: int,
+        devices: Sequence[torch.device],
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._shape = num_seqs, kv_heads, (num_slots - 1) // num_seqs
+        self._allocate((2, math.prod(self._shape) + 1, head_dim), devices, dtype)
+
+    def by_sequence(self, layer: int) -> Tensor:
+        """Return a view of a layer, [2, num_seqs, kv_heads, slots of a sequence, head_dim]."""
+        return self.layers[layer][:, :-1].view(2, *self._shape, -1)
+
+    def places(self, slots: Tensor) -> Tensor:
+        """Return the places of slots [rows] in a layer, [rows, kv_heads]; the last slot has one place for all heads."""
+        num_seqs, kv_heads, num_slots = self._shape
+        heads = torch.arange(kv_heads, device=slots.device)
+        places = ((slots // num_slots)[:, None] * kv_heads + heads) * num_slots + (slots % num_slots)[:, None]
+        return places.clamp(max=num_seqs * kv_heads * num_slots)
+
+    def copy(self, sources: Sequence[int], start: int) -> None:
+        """Copy slots as `KVStorage` demands."""
+        places = self.places(torch.tensor([*sources, *range(start, start + len(sources))])).view(2, -1)
+        for device, block in self._blocks.items():
+            old, new = to_device(places, device)
+            block.index_copy_(2, new, block.index_select(2, old))
+
+    def _part(self, block: Tensor, start: int, stop: int) -> Tensor:
+        index, first = divmod(start, self._shape[-1])
+        by_sequence = block[:, :, :-1].view(*block.shape[:2], *self._shape, -1)
+        return by_sequence[:, :, index, :, first : first + stop - start]
 
 
 Storage = TypeVar("Storage", bound=KVStorage)

@@ -14,7 +14,7 @@ from torch import Tensor
 from langchain_card.runtime.adapters import NONE, Adapters
 from langchain_card.runtime.families import KVShape, decoder_layers, kv_shape
 from langchain_card.runtime.grid_steps import GridSteps
-from langchain_card.runtime.kv_cache import KVCache, KVPool, TensorKV
+from langchain_card.runtime.kv_cache import GridKV, KVCache, KVPool, TensorKV
 from langchain_card.runtime.rows import Rows
 
 TEXT_CHUNK = 512
@@ -63,7 +63,8 @@ class ModelRunner:
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
         devices = [next(layer.parameters()).device for layer in decoder_layers(model)]
         shape, in_grids = kv_shape(config), width is not None or execution is not None or self.device.type == "cuda"
-        store, align = _floats(shape, devices, self.dtype, exact=not in_grids), 1
+        # Attention over a number of keys that is no multiple of 8 has no fast kernel on CUDA.
+        store, align = _floats(shape, devices, self.dtype, num_seqs if in_grids else None), 8 if in_grids else 1
         if integer_kv and not in_grids:
             from langchain_card.runtime.cpu.integer_kv import BLOCK_SLOTS, IntegerKV  # imports numba
 
@@ -75,7 +76,7 @@ class ModelRunner:
         self._grids: GridSteps | None = None
         if in_grids:
             self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width, adapters=adapters)
-            if self._stream is not None and execution != "eager" and len(set(devices)) == 1:
+            if self._stream is not None and execution != "eager" and {*devices} == {self.device}:
                 self._grids.capture(self._stream, on_capture)
         else:
             from langchain_card.runtime.cpu import plan  # imports numba, which grids do not need
@@ -175,8 +176,9 @@ class ModelRunner:
 
 
 def _floats(
-    shape: KVShape, devices: Sequence[torch.device], dtype: torch.dtype, *, exact: bool
+    shape: KVShape, devices: Sequence[torch.device], dtype: torch.dtype, num_seqs: int | None
 ) -> Callable[[int], Any]:
-    """Return a maker of storage in the model's type; on the exact path at least float32."""
-    dtype = torch.promote_types(dtype, torch.float32) if exact else dtype
-    return functools.partial(TensorKV, devices=devices, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=dtype)
+    """Return a maker of storage, in the model's type for grids of `num_seqs` sequences, else at least in float32."""
+    make: Callable[..., Any] = TensorKV if num_seqs is None else functools.partial(GridKV, num_seqs=num_seqs)
+    dtype = torch.promote_types(dtype, torch.float32) if num_seqs is None else dtype
+    return functools.partial(make, devices=devices, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=dtype)

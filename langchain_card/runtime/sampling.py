@@ -17,6 +17,7 @@ from torch import Tensor
 from langchain_card.core.messages import NO_TOKEN, TokenLogprob
 from langchain_card.core.request import SamplingParams
 from langchain_card.runtime.guide import Guide
+from langchain_card.runtime.transfer import to_device
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
@@ -129,10 +130,11 @@ class Sampler:
             _penalise(scores, self._output_counts, paths, params)
         if params.logit_bias:
             token_ids, biases = zip(*params.logit_bias)  # noqa: B905
-            scores[:, list(token_ids)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+            added = to_device(torch.tensor(biases, dtype=scores.dtype), scores.device)
+            scores[:, _columns(token_ids, scores)] += added
         if self.guide is not None:
             forbidden = self.guide.forbidden([*map(tuple, paths)], scores.shape[-1])
-            scores.masked_fill_(forbidden.to(scores.device), -math.inf)
+            scores.masked_fill_(to_device(forbidden, scores.device), -math.inf)
         if params.banned_ids:
             _ban(scores, params.banned_ids)
         if self._greedy:
@@ -158,10 +160,10 @@ def _penalise(
     if cells:
         index = torch.tensor(cells).unbind(1)
         counts.index_put_(index, torch.ones(len(cells), dtype=counts.dtype), accumulate=True)
-    counts = counts.to(scores.device)
+    counts = to_device(counts, scores.device)
     seen = counts > 0
     seen[:, :known] = True
-    columns = torch.tensor(token_ids, device=scores.device)
+    columns = _columns(token_ids, scores)
     old = scores[:, columns]
     repeated = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
     new = torch.where(seen, repeated, old)
@@ -172,9 +174,14 @@ def _penalise(
 def _ban(scores: Tensor, token_ids: Sequence[int]) -> None:
     """Mask tokens in place. A row that would lose all tokens keeps the one with the best score."""
     best = scores.max(dim=-1, keepdim=True)
-    scores[:, list(token_ids)] = -math.inf
+    scores.index_fill_(-1, _columns(token_ids, scores), -math.inf)
     lost = scores.amax(dim=-1, keepdim=True) == -math.inf
     scores.scatter_(-1, best.indices, torch.where(lost, best.values, scores.gather(-1, best.indices)))
+
+
+def _columns(token_ids: Sequence[int], scores: Tensor) -> Tensor:
+    """Return tokens as an index on the scores' device."""
+    return to_device(torch.tensor(token_ids), scores.device)
 
 
 def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -225,28 +232,39 @@ def token_logprobs(logits: Tensor, chosen: Sequence[int], count: int) -> tuple[T
     )
 
 
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode()
 def gumbel_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
     """Return standard Gumbel noise, float64 [vocab_size]: a pure function of its arguments, equal on every device.
 
     An integer hash (the finalizer of splitmix64) of (seed, position, token) gives 53 random bits per token. Recent rows
-    are cached and shared by all nodes of one depth, and by target and draft: callers must not write to them.
+    are cached and shared by all nodes of one depth, and on a CPU by target and draft: callers must not write to them.
+    On CUDA each stream has rows of its own, so that nobody waits for them, and none is freed while another reads it.
     """
-    start = torch.tensor([seed, position], dtype=torch.int64, device=device)
-    key = _mix(_mix(start[0] * _STEP) + start[1] * _STEP)
-    bits = _mix(key + torch.arange(1, vocab_size + 1, device=device) * _STEP)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _noise(seed, position, vocab_size, device, stream)
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode()
+def _noise(seed: int, position: int, vocab_size: int, device: torch.device, stream: int) -> Tensor:
+    key = _mix_one(_mix_one(seed * _STEP) + position * _STEP)
+    bits = _mix(torch.arange(1, vocab_size + 1, device=device) * _STEP + key)
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
-    noise = -torch.log(-torch.log(uniform))
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # the next user may be on another stream
-    return noise
+    return -torch.log(-torch.log(uniform))
 
 
 def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
+
+
+def _mix_one(x: int) -> int:
+    """Compute what `_mix` does for one number on the host; the result fits int64."""
+    x %= 2**64
+    x = (x ^ x >> 30) * _MIX_1 % 2**64
+    x = (x ^ x >> 27) * _MIX_2 % 2**64
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

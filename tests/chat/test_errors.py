@@ -41,6 +41,7 @@ KINDS: dict[type[CARDError], tuple[type[core.ModelError], bool]] = {
     errors.EngineBusyError: (core.ModelRateLimitError, True),
     errors.EngineWaitError: (core.ModelTimeoutError, True),
     errors.EngineClosedError: (core.ModelError, False),
+    errors.DeviceLostError: (core.ModelError, False),
     errors.GenerationTimeoutError: (core.ModelTimeoutError, True),
     errors.GenerationAbortedError: (core.ModelError, False),
 }

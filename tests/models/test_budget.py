@@ -19,6 +19,7 @@ from langchain_card.models import loader
 from langchain_card.models.budget import FIXED_RESERVE, ModelNeeds, check_budget, free_bytes, weight_bytes
 from langchain_card.models.loader import Pair, acquire_model, load_model, release_model, resolve
 from langchain_card.runtime.cpu.quantized_layers import LinearPart, QuantizedLinear
+from langchain_card.runtime.grid_attention import MAX_GRAPH_ROWS
 from langchain_card.runtime.kv_cache import TensorKV
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
@@ -130,6 +131,16 @@ def test_weights_that_the_process_holds_cost_nothing(pair: Pair) -> None:
         check_budget(pair, 1, SCRATCH, DRAFT_SCRATCH, free=of(room))
     finally:
         release_model(pair.target)
+
+
+def test_captured_steps_take_memory_on_cuda(pair: Pair) -> None:
+    """The logits of the largest one, and what it computes on the way; all others use the same memory."""
+    vocab_size, hidden = tiny.SHAPE["vocab_size"], tiny.SHAPE["hidden_size"]
+    here, there = (
+        ModelNeeds("target", replace(pair.target, device=torch.device(name)), SCRATCH).working(1024)
+        for name in ("cpu", "cuda:0")
+    )
+    assert there - here >= 8 * MAX_GRAPH_ROWS * (vocab_size + 4 * hidden)
 
 
 def test_each_device_is_asked_for_its_own(pair: Pair) -> None:

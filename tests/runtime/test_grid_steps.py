@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Pairs = dict[str, tuple[str, str]]
 
 
-def runner(folder: str, dtype: str, width: int | None, num_seqs: int = 3) -> ModelRunner:
+def runner(folder: str, dtype: str, width: int | None, num_seqs: int = 3, execution: str | None = None) -> ModelRunner:
     model = load_model(resolve(EngineConfig(folder, None, dtype=dtype, max_model_len=512)).target)
-    return ModelRunner(model, max_len=512, num_scratch=16, num_seqs=num_seqs, width=width)
+    return ModelRunner(model, max_len=512, num_scratch=16, num_seqs=num_seqs, width=width, execution=execution)
 
 
 def in_grids(folder: str, width: int | None) -> ModelRunner:
@@ -125,6 +126,36 @@ def test_every_window_has_a_captured_step() -> None:
         assert bucket in ladder and bucket.width >= max(len(rows.token_ids) for rows in batch)
         assert bucket.keys > max(max(rows.positions) for rows in batch)
         assert bucket.seqs > max(rows.cache.index for rows in batch)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_products_read_keys_and_values_where_they_are(tiny_pairs: Pairs, num_seqs: int) -> None:
+    """Copies of a layer's keys would be most of the memory that a step of several sequences moves."""
+    model = in_grids(tiny_pairs["llama"][0], None)
+    caches = [model.open() for _ in range(num_seqs)]
+    batch = [Rows(cache, [3, 1, 4], 0, [(0,), (0, 1), (0, 1, 2)]) for cache in caches]
+    model.step(batch)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        model.step(batch)
+    copied = [event.input_shapes[0] for event in profile.events() if event.name in ("aten::clone", "aten::copy_")]
+    assert copied and max(map(math.prod, copied)) < num_seqs * 512 * tiny.SHAPE["num_key_value_heads"] * 16
+
+
+@pytest.mark.parametrize("lengths", [(500,), (500, 3), (40, 40)], ids=str)
+def test_texts_are_read_without_the_sequences_beside_them(tiny_pairs: Pairs, lengths: tuple[int, ...]) -> None:
+    """Texts in the last of 16 sequences, beside windows in the others: as alone, and hardly more rows."""
+    folder, texts = tiny_pairs["llama"][0], [[*range(length % 200)] * 9 for length in lengths]
+    texts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+    model, rows = runner(folder, "float64", None, num_seqs=16, execution="eager"), list[int]()
+    model.model.get_input_embeddings().register_forward_hook(lambda _, ids, __: rows.append(ids[0].numel()))
+    caches = [model.open() for _ in range(16)]
+    last = [Rows(cache, text, 0, ask=True) for cache, text in zip(caches[::-1], texts, strict=False)]
+    beside = [Rows(cache, [7], 0, [(0,)]) for cache in caches[: 16 - len(texts)]]
+    logits = model.step([*last, *beside])[: len(texts)]
+    assert sum(rows) <= 1.25 * sum(lengths) + 100
+    for text, found in zip(texts, logits, strict=True):
+        model.pool.forget()
+        torch.testing.assert_close(model.step([Rows(model.open(), text, 0, ask=True)])[0], found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("width", "most"), [(None, 1), (8, 16)], ids=["any shape", "one shape"])

@@ -25,8 +25,9 @@ from langchain_card.engine.isolated.messages import (
     Stop,
     Submit,
 )
-from langchain_card.engine.transports.child_process import send_heartbeats, serve_parent
+from langchain_card.engine.transports.child_process import fail, send_heartbeats, serve_parent
 from langchain_card.engine.transports.frames import Failed, Wire
+from langchain_card.errors import DeviceLostError
 from langchain_card.ports import Backend
 
 
@@ -97,7 +98,9 @@ class _ForwardingConsumer:
         self._send(Ended(self.request.request_id, reason, stats))
 
     def fail(self, error: BaseException) -> None:
-        """Forward the failure of the request."""
+        """Forward the failure of the request; end this process if another one could go on with the answer."""
+        if isinstance(error, DeviceLostError):
+            fail(self._wire, error)
         self._send(RequestFailed(self.request.request_id, Failed.of(error)))
 
     def _send(self, message: Any) -> None:

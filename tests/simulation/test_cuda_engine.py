@@ -1,0 +1,160 @@
+"""The engine on simulated devices: a CPU's answers, wherever the models lie, eager and captured.
+
+Seconds each: an operation takes a tenth of a millisecond here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from langchain_card.config import EngineConfig, Limits
+from langchain_card.core.request import SamplingParams
+from langchain_card.engine import build
+from langchain_card.engine.drafter_hosts import needs_process
+from langchain_card.engine.engine import Engine
+from langchain_card.engine.target_worker import TargetWorker
+from langchain_card.errors import DeviceLostError
+from langchain_card.models.loader import resolve
+from tests.simulation import FixedPolicy
+from tests.simulation.cuda import simulated_cuda
+from tests.simulation.cuda.graphs import CUDAGraph
+from tests.support import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "two devices": {"device": "cuda:0", "draft_device": "cuda:1", "draft_transport": "thread"},
+    "one device": {"device": "cuda:0", "draft_device": "cuda:0"},
+    "target over both": {"device": "cuda:0,cuda:1", "draft_device": "cuda:1"},
+    "draft on the CPU": {"device": "cuda:0", "draft_device": "cpu"},
+}
+SCHEDULES = ("plain", "sequential", "parallel")
+GREEDY: dict[str, Any] = {}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("pair")
+    target = tiny.make_target("llama", folder / "target")
+    return EngineConfig(
+        target, tiny.make_draft(target, folder / "draft", noise=0.02), drafters=(), dtype="float64", max_model_len=256,
+        limits=Limits(max_num_seqs=2, max_window=8),
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft of simulated speed would hardly ever pay."""
+    monkeypatch.setattr(build, "Controller", lambda **_: FixedPolicy(widths=(4,) * 4, read=7))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: EngineConfig) -> Callable[[int, dict[str, Any]], list[tuple[int, ...]]]:
+    """The answers of the target alone on a CPU."""
+    return lambda count, options: answers(replace(pair, draft_model=None), ["plain"], count, options)[0]
+
+
+def answers(
+    config: EngineConfig, schedules: Sequence[str], max_tokens: int, options: dict[str, Any]
+) -> list[list[tuple[int, ...]]]:
+    """Two requests at once under each schedule, the second with a longer prompt."""
+    found = []
+    with Engine(config) as engine:
+        for schedule in schedules:
+            params = SamplingParams(max_tokens=max_tokens, schedule=schedule, **options)  # type: ignore[arg-type]
+            running = [engine.submit([*range(40, 50 + 30 * n)], params) for n in range(2)]
+            found.append([generation.result().token_ids for generation in running])
+    return found
+
+
+Plain = Callable[[int, dict[str, Any]], list[tuple[int, ...]]]
+
+
+@pytest.mark.parametrize("execution", ["graphs", pytest.param("eager", marks=pytest.mark.slow)])
+def test_a_draft_on_the_other_device(pair: EngineConfig, plain: Plain, execution: str) -> None:
+    """Three seconds, most of them for captures."""
+    config = replace(pair, **PLACEMENTS["two devices"], execution=execution)
+    with simulated_cuda():
+        assert answers(config, ["parallel"], 6, GREEDY) == [plain(6, GREEDY)]
+
+
+@pytest.mark.slow  # 3 seconds
+def test_memory_runs_out_during_a_replay(pair: EngineConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are whole, and later passes are replays."""
+    replays, replay = list[CUDAGraph](), CUDAGraph.replay
+
+    def scarce(graph: CUDAGraph) -> None:
+        replays.append(graph)
+        if len(replays) == 3:
+            raise torch.OutOfMemoryError("planted")
+        replay(graph)
+
+    monkeypatch.setattr(CUDAGraph, "replay", scarce)
+    with simulated_cuda():
+        assert answers(replace(pair, device="cuda:0", draft_model=None), ["plain"], 12, GREEDY) == [plain(12, GREEDY)]
+    assert len(replays) > 12
+
+
+@pytest.mark.slow  # 5 to 15 seconds each
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("execution", ["eager", "graphs"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement(
+    pair: EngineConfig, plain: Plain, placement: str, execution: str, options: dict[str, Any]
+) -> None:
+    config = replace(pair, **PLACEMENTS[placement], execution=execution)
+    with simulated_cuda():
+        assert answers(config, SCHEDULES, 24, options) == [plain(24, options)] * 3
+
+
+@pytest.mark.slow  # 10 seconds
+def test_one_arithmetic_for_all_schedules(pair: EngineConfig) -> None:
+    """Strict mode in float32: the bits of plain decoding on the same device."""
+    config = replace(pair, **PLACEMENTS["two devices"], dtype="float32", exact="strict")
+    with simulated_cuda():
+        first, *others = answers(config, SCHEDULES, 24, GREEDY)
+    assert others == [first] * 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "apart"),
+    [("two devices", True), ("one device", False), ("target over both", False), ("draft on the CPU", False)],
+)
+def test_a_draft_has_a_process_where_the_target_has_no_part(pair: EngineConfig, placement: str, apart: bool) -> None:
+    """Two processes on one GPU would take turns."""
+    with simulated_cuda():
+        config = replace(pair, **PLACEMENTS[placement] | {"draft_transport": "auto"})
+        found = resolve(config)
+        assert needs_process(config, found) is apart
+        assert found.share_device is (placement in ("one device", "target over both"))
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """All passes fail from the fourth on, as they do after an illegal access to memory."""
+    passes, verify = list[int](), TargetWorker._verify
+
+    def fails(worker: TargetWorker) -> Any:
+        passes.append(len(passes))
+        if len(passes) > 3:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return verify(worker)
+
+    monkeypatch.setattr(TargetWorker, "_verify", fails)
+    yield passes
+
+
+def test_a_lost_device_ends_an_engine_at_once(pair: EngineConfig, lost: list[int]) -> None:
+    """Every answer fails, and later requests do, with an error that names what helps."""
+    with Engine(replace(pair, draft_model=None)) as engine:
+        running = [engine.submit([*range(40, 60)], SamplingParams(max_tokens=20)) for _ in range(2)]
+        for generation in (*running, engine.submit([5], SamplingParams(max_tokens=2))):
+            with pytest.raises(DeviceLostError, match=r"illegal memory access.*isolate=True"):
+                generation.result()
+    assert len(lost) == 4, "nothing is tried again in a process that has lost its device"
