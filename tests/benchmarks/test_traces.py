@@ -106,11 +106,11 @@ def test_a_draft_that_equals_its_target_is_recorded_as_always_right(tmp_path: Pa
 
 @pytest.mark.slow
 def test_bench_simulates_over_traces_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save([made_up(40, 0)], tmp_path / "made-up.json")
+    save([made_up(12, 0)], tmp_path / "made-up.json")
     files = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
     contest_main(["--traces", str(tmp_path), "--ratios", "4", *files])
     out = capsys.readouterr().out
-    assert "made-up: 1 texts, 40 tokens" in out and out.count("card-synchronous") == 1
+    assert "made-up: 1 texts, 12 tokens" in out and out.count("card-synchronous") == 1
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {"trace", "c", "method", "setting", "speedup", "ceiling"} == set(rows[0])
     assert sum(row["method"] == "card" for row in rows) == 1 + 1 + len(BATCHES) + len(CPU_CELLS), (

@@ -117,7 +117,7 @@ def test_a_web_server_without_an_engine_is_not_healthy(fields: dict[str, Any]) -
         assert status(url) == (200, "ok")
         assert health(url)[1]["workers"].keys() == {"engine process", "target", "model", "ngram", "forced"}
         process_of(model.engine).kill()
-        wait_until(lambda: status(url) == (503, "failing"), 2)
+        wait_until(lambda: status(url) == (503, "failing"), 10)
         assert httpx.get(f"{url}/version").status_code == 200
         wait_until(lambda: status(url) == (200, "ok"), 60)
         process_of(model.engine).send_signal(signal.SIGSTOP)
