@@ -57,17 +57,18 @@ def labels_of(name: str, question: Any, model: str) -> Labels:
 
 
 def prompt_text(state: str, question: Any, labels: Labels, model: str) -> str:
-    """Return what the model reads. The state comes first, so that several questions share what was read of it."""
+    """Return what the model reads. The longer part comes first, because later decisions share what was read of it.
+
+    Several questions about a long state share the state, and several short states share a long question.
+    """
     lines = [
         f"- {name}" + ("" if meaning is None else f": {state_text(meaning, model)}")
         for name, meaning in zip(labels.names, labels.meanings, strict=True)
     ]
-    names = ", ".join(labels.names)
-    options = "\n".join(lines)
-    return (
-        f"State:\n{state}\n\nQuestion:\n{state_text(question.instructions, model)}\n\nLabels:\n{options}\n\n"
-        f"Answer with one of these labels and nothing else: {names}"
-    )
+    options, names = "\n".join(lines), ", ".join(labels.names)
+    parts = f"State:\n{state}", f"Question:\n{state_text(question.instructions, model)}\n\nLabels:\n{options}"
+    first, second = parts if len(parts[0]) > len(parts[1]) else parts[::-1]
+    return f"{first}\n\n{second}\n\nAnswer with one of these labels and nothing else: {names}"
 
 
 def answer_to(question: Any, labels: Labels, logprobs: Sequence[float]) -> Any:

@@ -71,6 +71,14 @@ def test_answers_are_the_models_own_probabilities(model: Any) -> None:
     assert usage["output_tokens"] == 0
 
 
+def test_short_states_share_what_was_read_of_a_long_question(model: Any) -> None:
+    criteria: dict[str, Any] = {"a": "The letter is about apples, or about pears.", "b": "It is about something else."}
+    question = decisions.Choice(instructions="What is the letter about?", criteria=criteria)
+    for number, state in enumerate(("Two pears.", "One lemon.")):
+        usage = model.invoke({"state": state, "questions": {"q": question}}).usage
+        assert (usage["input_token_details"]["cache_read"] > len("".join(criteria.values()))) == bool(number)
+
+
 async def test_all_ways_to_call_agree(model: Any) -> None:
     request = {"state": STATE, "questions": QUESTIONS}
     answers = model.invoke(request).answers
