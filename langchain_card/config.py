@@ -358,7 +358,7 @@ def check_adapters(config: EngineConfig) -> None:
     for name in names:
         if not name or not name.isprintable() or len(name) > MAX_ADAPTER_NAME or names.count(name) > 1:
             limit = f"must be one of several distinct names of 1 to {MAX_ADAPTER_NAME} printable characters"
-            raise InvalidInputError("adapters", name, limit)
+            raise InvalidInputError("adapters", name, limit, 'such as {"sql": "adapters/sql"}')
 
 
 def check_adapter_name(name: str, config: EngineConfig) -> None:

@@ -124,7 +124,7 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
 
         Args:
             messages: as for `invoke`, whose `usage_metadata["input_tokens"]` is the same number.
-            tools: as for `bind_tools`.
+            tools: as for `bind_tools` without a `tool_choice`.
 
         Raises:
             InvalidInputError: the chat template refuses the messages, or a tool cannot be read.

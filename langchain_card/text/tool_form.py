@@ -61,10 +61,10 @@ NEXT = "Answer the question with it, or call the next function if something is s
 """Text after the results of an answer's calls; without it small models repeat their call (docs/LOG.md, 2026-11-22)."""
 
 STEP = "Now call {name}. The question is: {question}"
-"""The same where a plan names the next call."""
+"""Text after results where a plan names the next call."""
 
 DONE = "All calls are made. Answer the question: {question}"
-"""The same where all calls of a plan are made."""
+"""Text after results where all calls of a plan are made."""
 
 _QUESTION_CHARS = 400
 """Characters of the longest question that is repeated; with a longer one, `NEXT` follows the results."""

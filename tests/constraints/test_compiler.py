@@ -158,8 +158,7 @@ def complete(name: str, said: list[int]) -> bool:
 
 @pytest.mark.slow
 def test_random_schemas_end_from_everywhere() -> None:
-    prefixes = 0
-    count = 400 if os.environ.get("CARD_EXPLORE") else 50
+    prefixes, count = 0, 400 if os.environ.get("CARD_EXPLORE") else 50
     for seed in range(count):
         rng = random.Random(seed)
         schema = random_schema(rng)
@@ -323,7 +322,7 @@ def test_documents_that_must_be_long(schema: dict[str, Any], tokens: int) -> Non
 def test_padding_is_as_long_as_text(schema: dict[str, Any], tokens: int) -> None:
     """A vocabulary with tokens of many blanks does not make a document fit that no text would fit. 2 seconds."""
     assert len(tokenizer("deepseek").tokenize(" " * 100)) < 5
-    with pytest.raises(InvalidInputError, match=r"max_tokens = \d+: the shortest answer of this form takes \d+ tokens"):
+    with pytest.raises(InvalidInputError, match=r"the shortest answer of this form takes \d+ tokens"):
         grammars("deepseek").check(json_grammar(schema), tokens - 2)
     assert abs(grammars("deepseek").shortest(json_grammar(schema)) - tokens) <= 1
 
