@@ -172,7 +172,7 @@ def test_random_schemas_end_from_everywhere() -> None:
                 assert satisfies(text("bytes", [*said, *ending]), schema), (schema, text("bytes", said))
                 assert again.closing(0) == ending, "the same questions have the same answers"
                 prefixes += 1
-    assert prefixes > 5 * count
+    assert prefixes > 4 * count
 
 
 @pytest.mark.parametrize(
