@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
@@ -57,6 +58,15 @@ def _own_defaults() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LANGCHAIN_CARD_MODEL", "LANGCHAIN_CARD_DRAFT_MODEL", "LC_OUTPUT_VERSION"):
             patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_clients() -> Iterator[None]:
+    """A request without a timeout of its own waits a minute: httpx's five seconds are short on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "read", "write", "pool"):
+            patch.setattr(DEFAULT_TIMEOUT_CONFIG, name, 60.0)
         yield
 
 
