@@ -159,7 +159,8 @@ class ModelDrafter:
         read = self._read(applied.token_ids)
         sequence.text += read
         if sequence.cache is not None:
-            sequence.cache.keep(applied.slots, read[: len(applied.slots)])
+            with self._runner.on_stream():
+                sequence.cache.keep(applied.slots, read[: len(applied.slots)])
         sequence.sampler.commit(applied.token_ids)
         if sequence.ranks is not None:
             for rank in applied.ranks:
@@ -167,6 +168,10 @@ class ModelDrafter:
 
     def step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         """Run one forward pass for all requests; a request whose tree cannot grow gets a proposal without nodes."""
+        with self._runner.on_stream():
+            return self._step(budgets)
+
+    def _step(self, budgets: Sequence[Budget]) -> list[Proposal]:
         known = [budget for budget in budgets if budget.request_id in self._sequences]
         parts = [self._plan(budget, self._sequences[budget.request_id]) for budget in known]
         started = time.perf_counter()

@@ -77,6 +77,7 @@ def start_driver(
         integer_kv=pair.target.integer_kv,
         adapters=_adapters(config, model, resources),
         on_capture=_captures(progress, "target"),
+        priority=-1,
     )
     prefixes = _prefixes(config, pair.target, target, resources)
 

@@ -117,12 +117,11 @@ class PrefixFolder:
         """Queue the text of a closed sequence. What a later sequence overwrites first is not written."""
         if cache.length < BLOCK:
             return
-        if self._runner.device.type == "cuda":
-            try:
-                torch.cuda.current_stream(self._runner.device).synchronize()  # the writer has a stream of its own
-            except Exception as error:  # of an earlier step, which reports it, too
-                log.warning("%s tokens are not kept in %s: %r", f"{cache.length:,}", self._folder, error)
-                return
+        try:
+            self._runner.synchronize()  # the writer has a stream of its own
+        except Exception as error:  # of an earlier step, which reports it, too
+            log.warning("%s tokens are not kept in %s: %r", f"{cache.length:,}", self._folder, error)
+            return
         with self._changed:
             self._texts[cache] = (cache.owner, [*cache.token_ids])
             self._changed.notify()

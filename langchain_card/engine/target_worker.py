@@ -127,7 +127,8 @@ class TargetWorker:
         """Run one pass; return a verdict for every window whose text has been read, a reading for the others."""
         self._windows.update((window.request_id, window) for window in windows)
         try:
-            return self._verify()
+            with self._runner.on_stream():
+                return self._verify()
         except BaseException:
             self._windows.clear()  # they are sent again
             raise

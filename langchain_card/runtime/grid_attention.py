@@ -31,11 +31,14 @@ MIN_KEYS = 512
 MAX_GRAPH_ROWS = 256
 """Largest number of rows of a captured step, all sequences together."""
 
+MAX_GRAPHS = 16
+"""Largest number of captured steps of a model: each takes a part of a second to capture."""
+
 STEP = 4
 """Factor from one number of sequences, or of positions, to the next: empty ones cost less than further graphs."""
 
-WIDTHS = (1, 4, *(1 << n for n in range(4, 24)))
-"""Numbers of rows of a sequence. Texts have the large ones, where empty rows cost much."""
+WIDTHS = (1, 16, *(1 << n for n in range(6, 24)))
+"""Numbers of rows of a sequence: without guesses, with few, with many. Texts have the larger ones."""
 
 
 class Bucket(NamedTuple):
@@ -53,28 +56,45 @@ class Bucket(NamedTuple):
     keys: int
     first: int = 0
 
-    @classmethod
-    def of(cls, batch: Sequence[Rows]) -> Bucket:
+
+class Ladder:
+    """The buckets of a pool's steps.
+
+    Args:
+        pool: the sequences' KV.
+
+    Attributes:
+        captured: those of steps that are worth a graph, at most `MAX_GRAPHS`, with the most rows first.
+    """
+
+    def __init__(self, pool: KVPool[GridKV]) -> None:
+        self._pool, self._seqs = pool, _sizes(1, pool.num_seqs)
+        widest = min(MAX_SCORED_ROWS, _round_up(pool.num_scratch, WIDTHS))
+        shapes = product(self._seqs, [width for width in WIDTHS if width <= widest])
+        grids = [(seqs, width) for seqs, width in shapes if seqs * width <= MAX_GRAPH_ROWS]
+        least = MIN_KEYS  # positions of all sequences together, of which no smaller number is worth a graph
+        while True:
+            fewest = {seqs: max(MIN_KEYS, least // seqs // 8 * 8) for seqs in self._seqs}  # of 8: for fast kernels
+            self._keys = {seqs: _sizes(keys, pool.max_len) for seqs, keys in fewest.items()}
+            buckets = [Bucket(seqs, width, keys) for seqs, width in grids for keys in self._keys[seqs]]
+            if len(buckets) <= MAX_GRAPHS:
+                break
+            least *= 2
+        self.captured = sorted(buckets, key=lambda bucket: -bucket.seqs * bucket.width)
+
+    def bucket(self, batch: Sequence[Rows]) -> Bucket:
         """Return the smallest bucket for a batch with one entry per sequence."""
-        pool = batch[0].cache.pool
-        seqs = round_up(1 + max(rows.cache.index for rows in batch), sizes(1, pool.num_seqs))
-        reach = 1 + max(max(rows.positions) for rows in batch)
-        return cls(seqs, round_up(longest(batch), WIDTHS), round_up(reach, sizes(MIN_KEYS, pool.max_len)))
+        seqs = _round_up(1 + max(rows.cache.index for rows in batch), self._seqs)
+        return Bucket(seqs, *self._shape(batch, seqs))
 
-    @classmethod
-    def alone(cls, rows: Rows) -> Bucket:
+    def alone(self, rows: Rows) -> Bucket:
         """Return the smallest bucket for one sequence."""
-        _, width, keys, _ = cls.of([rows])
-        return cls(1, width, keys, rows.cache.index)
+        return Bucket(1, *self._shape([rows], 1), rows.cache.index)
 
-    @classmethod
-    def ladder(cls, pool: KVPool[GridKV]) -> list[Bucket]:
-        """Return the buckets of steps that are worth a graph, those with the most rows first."""
-        widest = min(MAX_SCORED_ROWS, round_up(pool.num_scratch, WIDTHS))
-        widths = [width for width in WIDTHS if width <= widest]
-        shapes = product(sizes(1, pool.num_seqs), widths, sizes(MIN_KEYS, pool.max_len))
-        buckets = [cls(*shape) for shape in shapes if shape[0] * shape[1] <= MAX_GRAPH_ROWS]
-        return sorted(buckets, key=lambda bucket: -bucket.seqs * bucket.width)
+    def _shape(self, batch: Sequence[Rows], seqs: int) -> tuple[int, int]:
+        """Return the width, and the positions read, of a bucket with so many sequences."""
+        reach = 1 + max(max(rows.positions) for rows in batch)
+        return _round_up(longest(batch), WIDTHS), _round_up(reach, self._keys[seqs])
 
 
 class StepInputs:
@@ -242,7 +262,7 @@ def longest(batch: Sequence[Rows]) -> int:
     return max(len(rows.token_ids) for rows in batch)
 
 
-def sizes(first: int, last: int) -> list[int]:
+def _sizes(first: int, last: int) -> list[int]:
     """Return the sizes of buckets from `first` on, each `STEP` times the one before; `last` is the largest."""
     found = [min(first, last)]
     while found[-1] < last:
@@ -250,6 +270,6 @@ def sizes(first: int, last: int) -> list[int]:
     return found
 
 
-def round_up(count: int, found: Sequence[int]) -> int:
+def _round_up(count: int, found: Sequence[int]) -> int:
     """Return the smallest of these sizes that holds `count`."""
     return next(size for size in found if size >= count)

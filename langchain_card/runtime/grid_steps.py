@@ -16,7 +16,7 @@ from langchain_card.errors import is_out_of_memory
 from langchain_card.runtime.adapters import Adapters
 from langchain_card.runtime.attention import ATTENTION_NAME, card_attention, register
 from langchain_card.runtime.families import decoder_layers
-from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs, longest
+from langchain_card.runtime.grid_attention import Bucket, Ladder, MaskedPlan, StepInputs, longest
 from langchain_card.runtime.kv_cache import GridKV, KVPool
 from langchain_card.runtime.rows import Rows
 
@@ -64,14 +64,15 @@ class GridSteps:
     ) -> None:
         self._model, self._pool, self._window, self._adapters = model, pool, window, adapters
         self._only = None if width is None else Bucket(pool.num_seqs, width, pool.max_len)
+        self._ladder = Ladder(pool)
         self._captured: dict[Bucket, _Captured] = {}
         self._inputs: dict[Bucket, StepInputs] = {}  # of steps that are not captured
 
     def run(self, batch: Sequence[Rows]) -> Tensor:
         """Run a batch with one entry per sequence; return wanted logits [rows, vocabulary], valid until the next."""
         if self._only is None:
-            bucket = Bucket.of(batch)
-            apart = [Bucket.alone(rows) for rows in batch if rows.paths is None]
+            bucket = self._ladder.bucket(batch)
+            apart = [self._ladder.alone(rows) for rows in batch if rows.paths is None]
             if apart and bucket.seqs * bucket.width > MOST_PADDING * sum(each.width for each in apart):
                 pairs = zip(batch, apart, strict=True)
                 return torch.cat([self._run([rows], each).clone() for rows, each in pairs])
@@ -117,9 +118,8 @@ class GridSteps:
             stream: where the steps run.
             report: called before each capture with the number of steps that are captured, and of all.
         """
-        buckets = Bucket.ladder(self._pool) if self._only is None else [self._only]
+        buckets = self._ladder.captured if self._only is None else [self._only]
         scores, memory = None, None  # shared by all graphs, because one runs at a time
-        stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still write weights and KV
         for done, bucket in enumerate(buckets):
             report(done, len(buckets))
             try:

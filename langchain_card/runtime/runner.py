@@ -36,6 +36,7 @@ class ModelRunner:
         integer_kv: whether keys and values are integers (`IntegerKV`); for float32 activations, without grids.
         adapters: of the model, which sequences may use.
         on_capture: called before each capture with the number of steps that are captured, and of all.
+        priority: of the work on CUDA, -1 for work that goes first where two models share a device.
 
     Attributes:
         pool: the sequences' KV.
@@ -53,6 +54,7 @@ class ModelRunner:
         integer_kv: bool = False,
         adapters: Adapters | None = None,
         on_capture: Callable[[int, int], None] = lambda done, total: None,
+        priority: int = 0,
     ) -> None:
         self.model = model
         self.max_len = max_len
@@ -72,7 +74,10 @@ class ModelRunner:
         self.pool = KVPool(
             store, max_len=max_len, num_scratch=num_scratch, num_seqs=num_seqs, compact=in_grids, align=align
         )
-        self._stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: Any = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still write weights and KV
         self._grids: GridSteps | None = None
         if in_grids:
             self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width, adapters=adapters)
@@ -88,16 +93,18 @@ class ModelRunner:
 
     def open(self, token_ids: Sequence[int] = (), tenant: str = "", adapter: str = "") -> KVCache:
         """Open a sequence; a prefix that is known from the tenant's texts with this adapter is committed already."""
-        if self._adapters is None:
-            return self.pool.open(token_ids, tenant)
-        owner = f"{tenant}\n{self._adapters.digest(adapter)}" if adapter else tenant  # no tenant has a line break
-        cache = self.pool.open(token_ids, owner)
-        cache.adapter = self._adapters.number(adapter)
-        return cache
+        with self.on_stream():
+            if self._adapters is None:
+                return self.pool.open(token_ids, tenant)
+            owner = f"{tenant}\n{self._adapters.digest(adapter)}" if adapter else tenant  # no tenant has a line break
+            cache = self.pool.open(token_ids, owner)
+            cache.adapter = self._adapters.number(adapter)
+            return cache
 
     def close(self, cache: KVCache) -> None:
         """Close a sequence."""
-        self.pool.close(cache)
+        with self.on_stream():
+            self.pool.close(cache)
 
     def prefill(self, cache: KVCache, token_ids: Sequence[int]) -> None:
         """Append `token_ids` to the committed positions, in chunks, without logits."""
@@ -108,6 +115,18 @@ class ModelRunner:
         """Wait until the device has done all steps, so that their time can be measured."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Queue what the calling thread does on this model's CUDA stream, in order with its work before and after."""
+        caller = None if self._stream is None else torch.cuda.current_stream(self.device)
+        if caller is None or caller == self._stream:
+            yield
+            return
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
 
     def follow(self, cache: KVCache, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """Append `token_ids`, some rows at a time.
@@ -129,10 +148,8 @@ class ModelRunner:
         Returns:
             Logits [rows, vocabulary] of the wanted rows, in order and in the model's dtype.
         """
-        if self._stream is not None:  # the calling thread's, so that its later work is in order
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # copies of kept rows may be queued there
-            torch.cuda.set_stream(self._stream)
-        logits = self._any_rows(batch) if self._grids is None else self._in_grids(batch, self._grids)
+        with self.on_stream():
+            logits = self._any_rows(batch) if self._grids is None else self._in_grids(batch, self._grids)
         for rows in batch:
             if rows.paths is None:
                 rows.cache.token_ids += rows.token_ids

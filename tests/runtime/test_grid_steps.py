@@ -11,7 +11,7 @@ import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.models.loader import load_model, resolve
-from langchain_card.runtime.grid_attention import Bucket
+from langchain_card.runtime.grid_attention import Ladder
 from langchain_card.runtime.kv_cache import KVCache, KVPool
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -110,20 +110,23 @@ def test_a_full_grid_answers_in_the_order_of_the_batch(tiny_pairs: Pairs) -> Non
     assert torch.equal(model.step(batch[::-1]), torch.cat([second, first]))
 
 
-def test_every_window_has_a_captured_step() -> None:
+@pytest.mark.parametrize("max_len", [512, 8192, 10_000, 131_072])
+@pytest.mark.parametrize(("num_scratch", "num_seqs"), [(16, 1), (16, 16), (64, 3), (64, 16), (64, 12)])
+def test_every_window_has_a_captured_step(max_len: int, num_scratch: int, num_seqs: int) -> None:
     """Whatever its rows, sequences and positions; and there are few of them, because each takes time at the start."""
-    pool: KVPool[Any] = KVPool(lambda count: None, max_len=8192, num_scratch=16, num_seqs=16)
-    ladder, rng = Bucket.ladder(pool), random.Random(2)
-    assert len(ladder) == len(set(ladder)) == 27 and ladder[0].seqs * ladder[0].width == 256
-    caches = [pool.open() for _ in range(16)]
+    pool: KVPool[Any] = KVPool(lambda count: None, max_len=max_len, num_scratch=num_scratch, num_seqs=num_seqs)
+    ladder, rng = Ladder(pool), random.Random(2)
+    assert len({*ladder.captured}) == len(ladder.captured) <= 16
+    assert all(bucket.keys % 8 == 0 for bucket in ladder.captured)
+    caches = [pool.open() for _ in range(num_seqs)]
     for _ in range(100):
         batch = [
             Rows(cache, [1] * count, start, [tuple(range(i + 1)) for i in range(count)])
-            for cache in rng.sample(caches, rng.randint(1, 16))
-            for count, start in [(rng.randint(1, 16), rng.randint(0, 8176))]
+            for cache in rng.sample(caches, rng.randint(1, num_seqs))
+            for count, start in [(rng.randint(1, 16), rng.randint(0, max_len - 16))]
         ]
-        bucket = Bucket.of(batch)
-        assert bucket in ladder and bucket.width >= max(len(rows.token_ids) for rows in batch)
+        bucket = ladder.bucket(batch)
+        assert bucket in ladder.captured and bucket.width >= max(len(rows.token_ids) for rows in batch)
         assert bucket.keys > max(max(rows.positions) for rows in batch)
         assert bucket.seqs > max(rows.cache.index for rows in batch)
 
