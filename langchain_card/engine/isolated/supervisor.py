@@ -20,7 +20,7 @@ from langchain_card.engine.isolated.open_requests import OpenRequest
 from langchain_card.engine.liveness import ProcessWatch
 from langchain_card.engine.transports.child_process import ChildProcess
 from langchain_card.engine.transports.thread import MessageQueue
-from langchain_card.errors import EngineClosedError, EngineError
+from langchain_card.errors import DeviceError, EngineClosedError, EngineError
 from langchain_card.ports import Clock, Consumer, Health
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 NAME = "engine process"
 END_SECONDS = 5.0
 """Time for the engine to end: for the pass in hand, and for texts that it writes (`prefix_folder.CLOSE_SECONDS`)."""
+
+ROOM_SECONDS = 30.0
+"""Time after a process was lost in which "no room on the device" is tried again: drivers free its memory late."""
 
 
 class Supervisor:
@@ -282,7 +285,9 @@ class Supervisor:
 
     def _plan_restart(self, error: BaseException) -> None:
         """Schedule the next process; give up if none was ever up, or if too many died."""
-        if self._loaded.is_set():
+        if self._loaded.is_set() and isinstance(error, DeviceError) and self._clock() < self._down_since + ROOM_SECONDS:
+            self._restart_at = self._clock() + self._limits.restart_seconds
+        elif self._loaded.is_set():
             self._restart_at, error = self._workers.died(NAME, self._clock()), _request_error(error)
         if self._restart_at is not None:
             log.error("%s It is started again; requests that go on: %d", error, len(self._open))

@@ -16,9 +16,9 @@ from langchain_card.core.request import FinishReason, Request, RequestStats, Sam
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated import main as child
 from langchain_card.engine.isolated import messages as f
-from langchain_card.engine.isolated.supervisor import Supervisor
+from langchain_card.engine.isolated.supervisor import ROOM_SECONDS, Supervisor
 from langchain_card.engine.liveness import GRACE_SECONDS
-from langchain_card.errors import EngineClosedError, EngineError, InvalidInputError
+from langchain_card.errors import DeviceError, EngineClosedError, EngineError, InvalidInputError
 from langchain_card.ports import Health
 from tests.support import tiny
 from tests.support.isolated import Waiting
@@ -187,6 +187,24 @@ def test_loading_that_fails_later_is_no_fault_of_requests(supervisor: Supervisor
     for error in (*consumer.ends, *later.ends):
         assert type(error) is EngineError and error.__cause__ is missing and "is no folder" in str(error)
     assert len(LIVES) == 6 and len(later.ends) == 1
+
+
+def test_memory_that_is_freed_late_is_waited_for(supervisor: Supervisor, clock: Time) -> None:
+    """More often than a process may die, but not for ever."""
+    supervisor.submit(consumer := Waiting())
+    full = DeviceError("device", "cuda:0", "2 sequences need 9.00 GiB, 1.00 GiB are free")
+    LIVES[0].die()
+    for life in range(1, 8):
+        wait_until(lambda life=life: len(LIVES) == life + 1)
+        LIVES[life].die(full)
+    wait_until(lambda: len(LIVES) == 9)
+    assert not consumer.ends
+    clock.ahead += ROOM_SECONDS
+    for life in range(8, 13):
+        wait_until(lambda life=life: len(LIVES) == life + 1)
+        LIVES[life].die(full)
+    wait_until(lambda: bool(consumer.ends))
+    assert "1.00 GiB are free" in str(consumer.ends[0]) and len(LIVES) == 13
 
 
 def test_silence_while_this_process_slept_too_is_no_hang(supervisor: Supervisor, clock: Time) -> None:
