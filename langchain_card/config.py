@@ -249,6 +249,8 @@ class EngineConfig:
         check_choice("prefix_cache", self.prefix_cache, PREFIX_CACHES)
         check_choice("exact", self.exact, EXACTNESS)
         check_choice("execution", self.execution, EXECUTIONS)
+        if self.execution == "compiled" and self.exact == "strict":  # each process chooses its kernels by speed
+            raise InvalidInputError("execution", "compiled", 'must be "graphs" or "eager" with exact="strict"')
         if self.quantization is not None:
             check_quantization(self.quantization)
         if self.max_model_len is not None:

@@ -50,6 +50,8 @@ def needs_process(config: EngineConfig, pair: Pair) -> bool:
     if pair.draft is None or config.draft_transport == "thread":
         return False
     if config.draft_transport == "process":
+        if pair.share_device and pair.target.device.type == "cuda":
+            log.warning("draft_transport='process': it takes turns on %s with the target", pair.draft.device)
         return True
     if pair.share_device or any(spec.device.type != "cuda" for spec in (pair.target, pair.draft)):
         return False

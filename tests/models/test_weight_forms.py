@@ -172,3 +172,8 @@ def test_a_draft_on_another_device_keeps_floats(
     found = resolve(EngineConfig(*pair, kv_dtype="int8"))
     assert found.target.integer_kv and found.draft is not None
     assert found.draft.integer_kv == (device == "cpu")
+
+
+def test_compiled_layers_promise_no_bits(pair: tuple[str, str]) -> None:
+    with pytest.raises(InvalidInputError, match='must be "graphs" or "eager" with exact="strict"'):
+        EngineConfig(*pair, exact="strict", execution="compiled")

@@ -135,6 +135,16 @@ def test_a_draft_has_a_process_where_the_target_has_no_part(pair: EngineConfig, 
         assert found.share_device is (placement in ("one device", "target over both"))
 
 
+@pytest.mark.parametrize(("placement", "warned"), [("two devices", False), ("one device", True)])
+def test_two_processes_on_one_device_are_warned_of(
+    pair: EngineConfig, placement: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with simulated_cuda():
+        config = replace(pair, **PLACEMENTS[placement] | {"draft_transport": "process"})
+        assert needs_process(config, resolve(config))
+    assert ("take turns on cuda:0" in caplog.text) is warned
+
+
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """All passes fail from the fourth on, as they do after an illegal access to memory."""
