@@ -172,7 +172,8 @@ class EngineConfig:
             earlier text); None for plain decoding, without any drafter.
         device: device of the target: `"auto"` (CUDA if there is one, else the CPU), `"cpu"`, `"cuda"`, `"cuda:1"`, ...;
             or several, such as `"cuda:0,cuda:1"`, over which its layers are spread.
-        draft_device: device of the draft model; `"auto"` is a CUDA device without the target, else the target's.
+        draft_device: device of the draft model; `"auto"` is a CUDA device without the target; beside a target on the
+            only one, that GPU or the CPU, whichever is measured to be faster; else the target's.
         draft_transport: where the draft model runs: on a `"thread"` of this process, or in a `"process"` of its own,
             which alone loads its weights; `"auto"` is a process if each model has a CUDA device of its own. With
             `"process"`, plug-in drafters whose steps cost device time run in processes, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -23,11 +24,13 @@ from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
 from langchain_card.core.request import RequestStats, SamplingParams
+from langchain_card.engine.draft_placement import GAIN, may_choose, measure_on_cpu, measure_on_gpu
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import EngineError
 from langchain_card.models.budget import ModelNeeds, check_needs, disk_bytes, free_bytes, needs_of, total_bytes
+from langchain_card.models.files import Silent
 from langchain_card.models.loader import ModelSpec, Pair
 from langchain_card.runtime.threads import num_cores
 
@@ -189,6 +192,23 @@ def about_start(cost: StartCost) -> Iterator[str]:
 
 def _models(pair: Pair) -> list[tuple[str, ModelSpec]]:
     return [("target", pair.target), *([("draft", pair.draft)] if pair.draft is not None else [])]
+
+
+def about_placement(config: EngineConfig, pair: Pair) -> Iterator[str]:
+    """Compare both devices of a draft whose target has the only GPU, by measured steps."""
+    if not may_choose(config, pair):
+        return
+    with contextlib.ExitStack() as models:
+        _, times = measure_on_cpu(config, measure_on_gpu(config, pair, models), models, Silent())
+    where = "the CPU" if times.gain > GAIN else pair.target.device
+    yield (
+        f"A step of the draft takes {1e3 * times.on_gpu:.1f} ms on {pair.target.device}, in turns with the target, and "
+        f"{1e3 * times.on_cpu:.1f} ms on the CPU, meanwhile."
+    )
+    yield (
+        f"So a token is expected to take {1e3 * times.together:.1f} ms with both models on {pair.target.device}, and "
+        f"{1e3 * times.apart:.1f} ms with the draft on the CPU: draft_device='auto' takes {where}."
+    )
 
 
 def about_steps(device: Device, *, shared: bool) -> Iterator[str]:

@@ -15,7 +15,7 @@ from langchain_card import plugins
 from langchain_card.bench.bounds import Measured
 from langchain_card.bench.plan import MAX_BLOCK, Case, Edge, Plan
 from langchain_card.bench.prompts import user_prompt
-from langchain_card.bench.step_times import CONTEXT, SIZES, StepTimer, check_curve, curves, interpolate, monotone
+from langchain_card.bench.step_times import SIZES, check_curve, curves, interpolate, monotone
 from langchain_card.bench.teacher_forced import check_same_vocabulary, logits_along, shared_model
 from langchain_card.config import EngineConfig, Pins
 from langchain_card.core.request import Request, SamplingParams
@@ -25,6 +25,7 @@ from langchain_card.errors import InvalidInputError
 from langchain_card.models.loader import ModelSpec, Pair, resolve
 from langchain_card.ports import Setting
 from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.step_timer import CONTEXT, StepTimer
 from langchain_card.runtime.threads import num_cores, use_threads
 
 Curve: TypeAlias = Mapping[int, float]

@@ -17,16 +17,12 @@ from langchain_card.bench.teacher_forced import shared_model
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
 from langchain_card.models.loader import resolve
-from langchain_card.runtime.kv_cache import KVCache
-from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.step_timer import CONTEXT, StepTimer
 from langchain_card.runtime.threads import ThreadPlan, use_threads
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows in a step that are measured."""
-
-CONTEXT = 256
-"""Tokens in the cache before a measured step."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +75,6 @@ def interpolate(curve: Mapping[int, float], rows: float) -> float:
     i = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
     few, many = sizes[i - 1], sizes[i]
     return curve[few] + (curve[many] - curve[few]) * (rows - few) / (many - few)
-
-
-class StepTimer:
-    """A timer of one model's steps over a cached text."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._cache: KVCache = runner.open()
-        runner.prefill(self._cache, [1 + i % 99 for i in range(CONTEXT)])
-
-    def seconds(self, rows: int) -> float:
-        """Return the time of one step over a chain of `rows` rows. The cache keeps none of them."""
-        paths = [tuple(range(i + 1)) for i in range(rows)]
-        begun = time.perf_counter()
-        self._runner.step([Rows(self._cache, [5] * rows, self._cache.length, paths)]).argmax(-1).tolist()
-        return time.perf_counter() - begun
 
 
 def measure(config: EngineConfig, name: str, repeats: int, report: Callable[[str], None]) -> Device:

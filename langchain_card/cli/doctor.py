@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
                 loaded.enter_context(shared_model(spec))
             device = measure(config, "here", REPEATS, lambda _: None)
             shared = pair.draft.device == pair.target.device
-            print_section("Steps, measured", doctor.about_steps(device, shared=shared))
+            about_steps = doctor.about_steps(device, shared=shared)
+            print_section("Steps, measured", [*about_steps, *doctor.about_placement(config, pair)])
         engine = loaded.enter_context(load(screen, config))
         trial = doctor.try_out(engine, prompts.load(prompts.OWN, TEXTS), TOKENS)
     print_section("Schedule", doctor.about_schedule(trial))

@@ -22,6 +22,7 @@ from langchain_card.config import EngineConfig, check_adapter_name, lossy_note
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.build import start_driver
+from langchain_card.engine.draft_placement import place_draft
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.garbage import rare_collections
@@ -117,7 +118,9 @@ class Engine:
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
         supervisor = Supervisor(self.config)
         resources.callback(supervisor.close)
-        self.config = replace(self.config, limits=supervisor.wait_ready())
+        self.config = supervisor.wait_ready()
+        if self.config.draft_device == "cpu" and self._pair.share_device:
+            self._pair = resolve(self.config)
         return supervisor
 
     def _drive(self, resources: contextlib.ExitStack, progress: Progress) -> Driver:
@@ -132,6 +135,7 @@ class Engine:
         fitting = check_budget(self._pair, wanted, limits.max_window, SCRATCH, free)
         num_seqs = min(fitting, limits.max_step_rows)
         self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
+        self.config, self._pair = place_draft(self.config, self._pair, resources, progress)
         return start_driver(self.config, self._pair, self.grammars.start, resources, progress, self._observe)
 
     @property

@@ -169,7 +169,8 @@ def _drafts(
     drafts = list[tuple[str, ModelSpec]]()
     levels = [("stack", level.spec) for level in config.levels if level.is_model]
     for setting, name in [("draft_model", config.draft_model or ""), *levels]:
-        spec = _spec(config, setting, name, [device], progress)
+        apart = target.device.type != "cpu" == device.type
+        spec = _spec(_for_cpu(config, name) if apart else config, setting, name, [device], progress)
         if spec != target:
             spec = replace(spec, draft=draft_form.changes(_text_config(spec), spec.form))
         if begin is not None and config.draft_transport != "process":
@@ -179,14 +180,27 @@ def _drafts(
     return drafts
 
 
+def _for_cpu(config: EngineConfig, draft: str) -> EngineConfig:
+    """Return the configuration of a draft on the CPU beside a target on a GPU: in blocks, whatever the target runs in.
+
+    No draft's rounding changes an answer. A draft in float64 stays as it is: it is there for tests.
+    """
+    dtype = "auto" if config.dtype in ("float16", "bfloat16") else config.dtype
+    blocks = dtype in _BLOCK_DTYPES and not _is_gguf(draft)
+    return replace(config, dtype=dtype, quantization="int8" if blocks else "auto")
+
+
+def _is_gguf(name: str) -> bool:
+    return name in BUILTINS or name.endswith(".gguf")
+
+
 def _spec(
     config: EngineConfig, field: str, name: str, devices: Sequence[torch.device], progress: Progress | None
 ) -> ModelSpec:
     quantization, device = config.quantization, devices[0]
     runs, store = _blocks_run(config, device), ModelStore()
     if quantization == "auto":
-        is_gguf = name in BUILTINS or name.endswith(".gguf")
-        quantization = None if not (is_gguf and runs) else "file" if store.is_in_blocks(name) else "int8"
+        quantization = None if not (_is_gguf(name) and runs) else "file" if store.is_in_blocks(name) else "int8"
     elif quantization in QUANTIZATIONS and not runs:
         why = f"blocks run on a CPU in float32, not on {device} in {config.dtype}"
         raise InvalidInputError("quantization", quantization, why, 'use quantization=None, or device="cpu"')

@@ -146,7 +146,8 @@ class ModelRunner:
         With grids, texts and windows take one pass each.
 
         Returns:
-            Logits [rows, vocabulary] of the wanted rows, in order and in the model's dtype.
+            Logits [rows, vocabulary] of the wanted rows, in order and in the model's dtype. On CUDA they are to be used
+            within `on_stream`.
         """
         with self.on_stream():
             logits = self._any_rows(batch) if self._grids is None else self._in_grids(batch, self._grids)

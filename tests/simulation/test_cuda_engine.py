@@ -122,6 +122,29 @@ def test_one_arithmetic_for_all_schedules(pair: EngineConfig) -> None:
     assert others == [first] * 2
 
 
+@pytest.mark.slow  # 5 seconds
+def test_a_draft_in_blocks_on_the_cpu(pair: EngineConfig) -> None:
+    """Its number format is its own: the target's answers stay those of plain decoding, in 16 bits."""
+    config = replace(pair, **PLACEMENTS["draft on the CPU"], dtype="bfloat16", exact="strict")
+    with simulated_cuda():
+        found = resolve(config)
+        assert found.draft is not None and found.draft.form == "int8" and found.draft.dtype == torch.float32
+        assert found.target.form == "float" and found.target.dtype == torch.bfloat16
+        first, *others = answers(config, SCHEDULES, 24, GREEDY)
+    assert others == [first] * 2
+
+
+@pytest.mark.slow  # 7 seconds
+def test_a_draft_goes_where_its_steps_cost_least(pair: EngineConfig, plain: Plain) -> None:
+    """A simulated GPU is slow, and the CPU beside it is not."""
+    config = replace(pair, device="cuda:0")
+    with simulated_cuda(num_devices=1):
+        with Engine(config) as engine:
+            assert engine.devices == {"target": "cuda:0", "draft": "cpu"} and engine.config.draft_device == "cpu"
+        assert answers(replace(config, draft_device="cuda:0"), ["parallel"], 6, GREEDY) == [plain(6, GREEDY)]
+        assert answers(config, ["parallel"], 6, GREEDY) == [plain(6, GREEDY)]
+
+
 @pytest.mark.parametrize(
     ("placement", "apart"),
     [("two devices", True), ("one device", False), ("target over both", False), ("draft on the CPU", False)],

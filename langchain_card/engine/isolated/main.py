@@ -45,7 +45,7 @@ def _serve(wire: Wire) -> None:
     _hide_progress_bars()
     engines.append(engine := Engine(replace(load.config, isolate=False)))
     wire.send(EngineHeartbeat(engine.backend.health()))
-    wire.send(Loaded(engine.config.limits))
+    wire.send(Loaded(engine.config.limits, engine.config.draft_device))
     while (message := wire.receive()) is not None:
         _handle(message, engine, wire)
     if load.config.prefix_cache == "folder":

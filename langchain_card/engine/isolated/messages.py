@@ -61,9 +61,10 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Report that the engine takes requests, within these limits."""
+    """Report that the engine takes requests, within these limits, and where its draft runs."""
 
     limits: Limits
+    draft_device: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="card-supervisor", daemon=True)
         self._thread.start()
 
-    def wait_ready(self) -> Limits:
-        """Wait until the engine takes requests; return the limits that it filled in.
+    def wait_ready(self) -> EngineConfig:
+        """Wait until the engine takes requests; return the configuration with what it filled in.
 
         Raises:
             CARDError: loading failed.
@@ -66,7 +66,7 @@ class Supervisor:
         self._loaded.wait()
         if self._error is not None:
             raise self._error
-        return self._limits
+        return self._config
 
     @property
     def pid(self) -> int | None:
@@ -216,8 +216,8 @@ class Supervisor:
     def _receive(self, message: Any) -> None:
         self._watch.saw_message()
         match message:
-            case m.Loaded(limits):
-                self._set_up(limits)
+            case m.Loaded(limits, draft_device):
+                self._set_up(limits, draft_device)
             case m.EngineHeartbeat(workers):
                 self._check_workers(workers)
             case m.Began(request_id) if (entry := self._open.get(request_id)) is not None:
@@ -233,9 +233,9 @@ class Supervisor:
             case m.RequestFailed(request_id, error) if request_id in self._open:
                 self._fail(request_id, error.error(NAME))
 
-    def _set_up(self, limits: Limits) -> None:
+    def _set_up(self, limits: Limits, draft_device: str) -> None:
         self._limits, self._is_up = limits, True
-        self._config = replace(self._config, limits=limits)
+        self._config = replace(self._config, limits=limits, draft_device=draft_device)
         if self._workers.started(NAME):
             log.warning("the engine is up again after %.1f seconds", self._clock() - self._down_since)
         for request_id in [*self._open]:
