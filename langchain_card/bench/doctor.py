@@ -84,6 +84,8 @@ def about_kernels(pair: Pair) -> Iterator[str]:
     for role, spec in _models(pair):
         form = machine.number_format(spec)
         yield f"The {role}, {spec.name}, runs in {form} on {', '.join(map(str, spec.devices))}."
+        if spec.others:
+            yield "Its layers are spread, so that steps run without CUDA graphs: several times slower if it is small."
         if tokens := machine.proposed_tokens(spec):
             yield f"It proposes the most frequent {tokens}."
     if pair.target.form != "float":

@@ -24,6 +24,7 @@ from langchain_card.models import loader
 from langchain_card.models.budget import check_budget
 from langchain_card.models.loader import resolve
 from langchain_card.runtime.cpu import vectors
+from tests.simulation.cuda import simulated_cuda
 from tests.support import tiny, vocabularies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,6 +78,23 @@ def test_the_sum_of_memory_is_what_the_engine_asks_for(pair: list[str], monkeypa
         ask(free=lambda _, room=said + 0.06: int(room * 2**30))
         with pytest.raises(DeviceError):
             ask(free=lambda _, room=said - 0.06: int(room * 2**30))
+
+
+@pytest.mark.slow  # 5 seconds
+def test_both_devices_of_a_draft_beside_one_gpu(pair: list[str]) -> None:
+    """A simulated GPU is slow, and the CPU beside it is not."""
+    config = EngineConfig(pair[1], pair[3], dtype="float64", max_model_len=512, device="cuda:0")
+    with simulated_cuda(num_devices=1):
+        steps, choice = doctor.about_placement(config, resolve(config))
+    assert "ms on cuda:0, in turns" in steps and choice.endswith("draft_device='auto' takes the CPU.")
+
+
+def test_a_target_over_two_gpus(pair: list[str]) -> None:
+    config = EngineConfig(pair[1], pair[3], dtype="float64", max_model_len=512, device="cuda:0,cuda:1")
+    with simulated_cuda():
+        found = resolve(config)
+        assert "without CUDA graphs" in " ".join(doctor.about_kernels(found))
+        assert not [*doctor.about_placement(config, found)], "the draft has no other device"
 
 
 def test_a_prediction_that_was_not_borne_out_is_told() -> None:
