@@ -93,7 +93,7 @@ collections.Counter(source or "nobody: the target's own" for source in sources)
 # %%
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class Ticket(BaseModel):
@@ -101,7 +101,7 @@ class Ticket(BaseModel):
 
     topic: Literal["invoice", "delivery", "other"]
     is_urgent: bool
-    summary: str
+    summary: str = Field(max_length=100)
 
 
 client.chat.completions.parse(

@@ -19,7 +19,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.ports import Constraint
 from tests.simulation import FixedPolicy
 from tests.support.constrained import SCHEMAS, Asked, decode, encode, outcome
-from tests.support.packages import install
+from tests.support.packages import installed
 from tests.support.random_trees import FreeTree, Watch
 
 Pairs = dict[str, tuple[str, str]]
@@ -38,12 +38,9 @@ def policy(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Random trees on a thread or in a process are an installed package; the free ones are registered."""
-    install(tmp_path, "random_trees", trees="tests.support.random_trees:RandomTree")
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(plugins._registered, ("drafters", "free"), FreeTree)
-    plugins._offered.cache_clear()
-    yield
-    plugins._offered.cache_clear()
+    with installed(tmp_path, "random_trees", trees="tests.support.random_trees:RandomTree"):
+        yield
 
 
 def asked() -> list[Asked]:

@@ -130,6 +130,7 @@ class Page:
     def _serve(self, command: str) -> None:
         """With the name of the built-in target for the model that is there, unless the line names it itself."""
         self.close()
+        command = command.partition(" #")[0]  # what is added must not become part of a comment
         named = "" if "--served-model-name" in command else f" --served-model-name {BUILT_IN}"
         port = self._address.partition(":")[2]
         self._server = subprocess.Popen(["bash", "-c", f"exec {command} --port {port}{named}"])

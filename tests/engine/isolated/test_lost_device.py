@@ -36,13 +36,15 @@ class Failing:
 
 
 @pytest.mark.slow
-def test_answers_go_on_in_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_answers_go_on_in_the_next_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Half a minute beside other work: two processes import torch and transformers."""
     (tmp_path / "failing.py").write_text(PLUG_IN)
-    packages.install(tmp_path, "failing", kind="steering", failing="failing:Failing")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    with packages.installed(tmp_path, "failing", kind="steering", failing="failing:Failing"):
+        _go_on(tmp_path)
+    assert "illegal memory access" in caplog.text
+
+
+def _go_on(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     config = EngineConfig(
         tiny.make_target("llama", tmp_path / "target"), None, dtype="float64", max_model_len=256,
@@ -59,4 +61,3 @@ def test_answers_go_on_in_the_next_process(
         mark.unlink()
         assert [generation.result().token_ids for generation in generations] == wanted
         assert gone(first.pid) and process_of(engine).pid != first.pid
-    assert "illegal memory access" in caplog.text

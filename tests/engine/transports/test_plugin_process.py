@@ -16,7 +16,7 @@ from langchain_card.runtime.threads import ThreadPlan
 from langchain_card.testing import DrafterConformance, prompts
 from tests.simulation import ToyDrafter
 from tests.support.documents import PLUGIN_FILES
-from tests.support.packages import install
+from tests.support.packages import installed
 from tests.support.processes import child_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,13 +41,10 @@ class PacedEcho(EchoDrafter):
 
 
 @pytest.fixture
-def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def paced(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "paced_echo.py").write_text(CODE)
-    install(tmp_path, "paced_echo", paced_echo="paced_echo:PacedEcho")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    plugins._offered.cache_clear()
-    yield "paced-echo?depth=3"
-    plugins._offered.cache_clear()
+    with installed(tmp_path, "paced_echo", paced_echo="paced_echo:PacedEcho"):
+        yield "paced-echo?depth=3"
     sys.modules.pop("paced_echo", None)
 
 
