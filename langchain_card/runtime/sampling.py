@@ -223,12 +223,11 @@ def token_logprobs(logits: Tensor, chosen: Sequence[int], count: int) -> tuple[T
         count: number of the likeliest tokens.
     """
     logprobs = logits.double().log_softmax(dim=-1)
-    of_chosen = logprobs.gather(-1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
-    top = logprobs.topk(min(count, logits.shape[-1]))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    of_chosen = logprobs.gather(-1, to_device(torch.tensor(chosen), logits.device)[:, None])
+    top = logprobs.topk(count := min(count, logits.shape[-1]))
+    rows = torch.cat([of_chosen, top.values, top.indices.double()], dim=-1).tolist()  # one wait for the device
     return tuple(
-        TokenLogprob(logprob, tuple(zip(token_ids, values, strict=True)))
-        for logprob, (token_ids, values) in zip(of_chosen, pairs, strict=True)
+        TokenLogprob(logprob, tuple(zip(map(int, rest[count:]), rest[:count], strict=True))) for logprob, *rest in rows
     )
 
 
