@@ -1,6 +1,6 @@
 """A plugin that runs other folders' tests on simulated devices: `pytest -p tests.simulation.on_devices FILES`.
 
-Engines lie where the options say, and draft at any price. A test is skipped if its engine names another device, or needs
+Engines lie where the options say, and draft at any price. A test is skipped if its engine names another device or needs
 kernels of a CPU. `make simulate` runs it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tests.simulation.cuda.children import take_violations
 from tests.support.placed import PLACEMENTS, policy
 
 VARIABLE = "CARD_TEST_PLACEMENT"
+NUM_SEQS = 3
+"""Requests at once where a test leaves that to the engine: a capture for each of 16 would take a minute here."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,6 +66,8 @@ def place_engines(patch: pytest.MonkeyPatch | None = None) -> None:
         config = config or EngineConfig()
         if config.device != options["device"]:
             pytest.skip("needs kernels of a CPU" if needs_cpu(config) else f"names its own device, {config.device}")
+        if config.limits.max_num_seqs is None and config.exact != "strict":
+            config = replace(config, limits=replace(config.limits, max_num_seqs=NUM_SEQS))
         init(engine, config, **others)
 
     patch.setattr(EngineConfig, "__post_init__", placed)

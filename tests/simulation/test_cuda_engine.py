@@ -21,7 +21,7 @@ from langchain_card.errors import DeviceLostError
 from langchain_card.models.loader import resolve
 from tests.simulation.cuda import simulated_cuda
 from tests.simulation.cuda.graphs import CUDAGraph
-from tests.support.placed import GREEDY, PLACEMENTS, SAMPLED, SCHEDULES, answers
+from tests.support.placed import GREEDY, PLACEMENTS, SCHEDULES, answers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drafts")
 
@@ -51,18 +51,6 @@ def test_memory_runs_out_during_a_replay(pair: EngineConfig, plain: Plain, monke
     with simulated_cuda():
         assert answers(replace(pair, device="cuda:0", draft_model=None), ["plain"], 12, GREEDY) == [plain(12, GREEDY)]
     assert len(replays) > 12
-
-
-@pytest.mark.slow  # 5 to 15 seconds each
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("execution", ["eager", "graphs"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement(
-    pair: EngineConfig, plain: Plain, placement: str, execution: str, options: dict[str, Any]
-) -> None:
-    config = replace(pair, **PLACEMENTS[placement], execution=execution)
-    with simulated_cuda():
-        assert answers(config, SCHEDULES, 24, options) == [plain(24, options)] * 3
 
 
 @pytest.mark.slow  # 10 seconds

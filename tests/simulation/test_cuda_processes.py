@@ -18,14 +18,13 @@ from langchain_card.engine.engine import Engine
 from tests.simulation import cuda
 from tests.simulation.cuda import simulated_cuda
 from tests.support.isolated import process_of
-from tests.support.placed import GREEDY, SAMPLED, SCHEDULES, completions
+from tests.support.placed import APART, GREEDY, SAMPLED, SCHEDULES, completions
 from tests.support.prepared import MARK
 from tests.support.processes import gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drafts")
 
 Plain = Callable[[int, dict[str, Any]], list[tuple[int, ...]]]
-APART: dict[str, Any] = {"device": "cuda:0", "draft_device": "cuda:1"}  # which gives the draft a process
 DRAFTS = [{"draft_transport": "thread"}, {"draft_transport": "process"}]
 
 

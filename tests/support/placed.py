@@ -17,6 +17,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "target over both": {"device": "cuda:0,cuda:1", "draft_device": "cuda:1"},
     "draft on the CPU": {"device": "cuda:0", "draft_device": "cpu"},
 }
+APART: dict[str, Any] = {"device": "cuda:0", "draft_device": "cuda:1"}
+"""Two devices; the draft gets a process of its own there."""
+
 SCHEDULES = ("plain", "sequential", "parallel")
 GREEDY: dict[str, Any] = {}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
