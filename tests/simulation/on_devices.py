@@ -6,6 +6,7 @@ kernels of a CPU. `make simulate` runs it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -26,27 +27,31 @@ VARIABLE = "CARD_TEST_PLACEMENT"
 NUM_SEQS = 3
 """Requests at once where a test leaves that to the engine: a capture for each of 16 would take a minute here."""
 
+_SIMULATION = pytest.StashKey[Simulation]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--placement", choices=[*PLACEMENTS], default="two devices", help="where target and draft lie")
     parser.addoption("--execution", choices=["eager", "graphs"], default="graphs", help="how steps run")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _devices(request: pytest.FixtureRequest) -> Iterator[Simulation]:
-    placement, execution = map(request.config.getoption, ("--placement", "--execution"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, json.dumps({**PLACEMENTS[placement], "execution": execution}))
-        with simulated_cuda(check=False, prepare=f"{__name__}:place_engines") as simulation:
-            place_engines(patch)
-            yield simulation
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin before tests are collected: some are skipped where CUDA is."""
+    options = {**PLACEMENTS[config.getoption("--placement")], "execution": config.getoption("--execution")}
+    stack = contextlib.ExitStack()
+    config.add_cleanup(stack.close)
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setenv(VARIABLE, json.dumps(options))
+    config.stash[_SIMULATION] = stack.enter_context(simulated_cuda(check=False, prepare=f"{__name__}:place_engines"))
+    place_engines(patch)
 
 
 @pytest.fixture(autouse=True)
-def _no_violation(_devices: Simulation) -> Iterator[None]:
+def _no_violation(request: pytest.FixtureRequest) -> Iterator[None]:
+    simulation = request.config.stash[_SIMULATION]
     yield
-    violations = [*_devices.violations, *take_violations()]
-    _devices.violations.clear()
+    violations = [*simulation.violations, *take_violations()]
+    simulation.violations.clear()
     assert not violations
 
 

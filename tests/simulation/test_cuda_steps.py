@@ -9,6 +9,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -95,6 +96,19 @@ def test_logits_are_those_of_a_cpu(model: str, wanted: list[Tensor], device: str
         made = runner(model, device, execution)
         assert len(made._grids._captured) == (4 if execution == "graphs" and "," not in device else 0)
         torch.testing.assert_close(play(made), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("execution", ["eager", "graphs"])
+def test_a_runner_of_a_thread_with_streams_of_its_own(
+    model: str, wanted: list[Tensor], device: str, execution: str
+) -> None:
+    """Another thread runs it, and waits for weights and KV that were written on those streams."""
+    with simulated_cuda(), ThreadPoolExecutor(1) as thread:
+        for index in (1, 0):
+            torch.cuda.set_stream(torch.cuda.Stream(index))
+        found = thread.submit(play, runner(model, device, execution)).result()
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("execution", ["eager", "graphs"])
