@@ -18,6 +18,7 @@ from torch import Tensor
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
+from langchain_card.models import loader
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime import sampling
 from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs
@@ -109,6 +110,19 @@ def test_a_runner_of_a_thread_with_streams_of_its_own(
             torch.cuda.set_stream(torch.cuda.Stream(index))
         found = thread.submit(play, runner(model, device, execution)).result()
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_first_device_that_has_no_layer(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of steps lie on the second device, and their copies end there."""
+    place = loader.device_map
+    monkeypatch.setattr(
+        loader, "device_map", lambda spec: {name: spec.devices[".layers." in name] for name in place(spec)}
+    )
+    with simulated_cuda():
+        made = runner(model, "cuda:0,cuda:1")
+        assert made.device.index == 0 and {layer.device.index for layer in made.pool.kv.layers} == {1}
+        for _ in made.follow(made.open(), [*range(40)]):
+            pass
 
 
 @pytest.mark.parametrize("execution", ["eager", "graphs"])
