@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PINS = $$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-oldest test-rest test-all test-pair explore check format build bench race contest long-texts load notebooks docs clean
+.PHONY: help setup demo test test-core test-oldest test-rest test-all test-pair explore simulate check format build bench race contest long-texts load notebooks docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -63,6 +63,17 @@ test-pair: setup ## the tests that need the built-in pair (about an hour on two 
 
 explore: setup ## many more interleavings, schedules and tokens than `make test` (about an hour on two cores)
 	@CARD_EXPLORE=1 $(BIN)/python -m pytest -k "explor or planted or invariant or exact or random_schemas or every_answer"
+
+# Folders whose tests run engines.
+SIMULATED = tests/engine tests/drafters tests/constraints tests/acceptance tests/decisions
+PLACEMENTS ?= "two devices" "one device" "target over both" "draft on the CPU"
+EXECUTIONS ?= eager graphs
+
+simulate: setup ## engine tests on simulated CUDA devices, in all PLACEMENTS and EXECUTIONS (hours on two cores)
+	@failed=0; for placement in $(PLACEMENTS); do for execution in $(EXECUTIONS); do echo "$$placement, $$execution"; \
+		$(PYTEST) -p tests.simulation.on_devices --placement "$$placement" --execution $$execution --timeout 3600 \
+		-m "not slow and not pair" $(SIMULATED) || failed=1; done; done; exit $$failed
+	@CARD_EXPLORE=1 $(PYTEST) tests/simulation/test_cuda_exactness.py
 
 check: setup ## lint, types, import contracts
 	@$(BIN)/ruff check .

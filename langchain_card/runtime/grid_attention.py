@@ -146,7 +146,9 @@ class StepInputs:
         self.numbers.copy_(self._numbers, non_blocking=True)
         self.trees.copy_(self._trees, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(
+                torch.cuda.current_stream(self.numbers.device)
+            )  # not the first device if that has no layer
         return wanted
 
     def rows(self, count: int) -> Tensor:

@@ -79,6 +79,8 @@ class ModelRunner:
             self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still write weights and KV
         self._grids: GridSteps | None = None
+        for device in {*devices, self.device}:
+            _finish_writes(device)
         if in_grids:
             self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width, adapters=adapters)
             if self._stream is not None and execution != "eager" and {*devices} == {self.device}:
@@ -191,6 +193,13 @@ class ModelRunner:
             return contextlib.nullcontext()
         numbers = [rows.cache.adapter for rows in batch for _ in rows.token_ids]
         return self._adapters.on(torch.tensor(numbers))
+
+
+def _finish_writes(device: torch.device) -> None:
+    """Wait until weights and KV are written, by this thread and those that loaded them: other threads read them."""
+    if device.type == "cuda":
+        for stream in (torch.cuda.current_stream(device), torch.cuda.default_stream(device)):
+            stream.synchronize()
 
 
 def _floats(

@@ -5,73 +5,25 @@ Seconds each: an operation takes a tenth of a millisecond here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
-from langchain_card.engine import build
 from langchain_card.engine.drafter_hosts import needs_process
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import DeviceLostError
 from langchain_card.models.loader import resolve
-from tests.simulation import FixedPolicy
 from tests.simulation.cuda import simulated_cuda
 from tests.simulation.cuda.graphs import CUDAGraph
-from tests.support import tiny
+from tests.support.placed import GREEDY, PLACEMENTS, SCHEDULES, answers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "two devices": {"device": "cuda:0", "draft_device": "cuda:1", "draft_transport": "thread"},
-    "one device": {"device": "cuda:0", "draft_device": "cuda:0"},
-    "target over both": {"device": "cuda:0,cuda:1", "draft_device": "cuda:1"},
-    "draft on the CPU": {"device": "cuda:0", "draft_device": "cpu"},
-}
-SCHEDULES = ("plain", "sequential", "parallel")
-GREEDY: dict[str, Any] = {}
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    folder = tmp_path_factory.mktemp("pair")
-    target = tiny.make_target("llama", folder / "target")
-    return EngineConfig(
-        target, tiny.make_draft(target, folder / "draft", noise=0.02), drafters=(), dtype="float64", max_model_len=256,
-        limits=Limits(max_num_seqs=2, max_window=8),
-    )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft of simulated speed would hardly ever pay."""
-    monkeypatch.setattr(build, "Controller", lambda **_: FixedPolicy(widths=(4,) * 4, read=7))
-
-
-@pytest.fixture(scope="module")
-def plain(pair: EngineConfig) -> Callable[[int, dict[str, Any]], list[tuple[int, ...]]]:
-    """The answers of the target alone on a CPU."""
-    return lambda count, options: answers(replace(pair, draft_model=None), ["plain"], count, options)[0]
-
-
-def answers(
-    config: EngineConfig, schedules: Sequence[str], max_tokens: int, options: dict[str, Any]
-) -> list[list[tuple[int, ...]]]:
-    """Two requests at once under each schedule, the second with a longer prompt."""
-    found = []
-    with Engine(config) as engine:
-        for schedule in schedules:
-            params = SamplingParams(max_tokens=max_tokens, schedule=schedule, **options)  # type: ignore[arg-type]
-            running = [engine.submit([*range(40, 50 + 30 * n)], params) for n in range(2)]
-            found.append([generation.result().token_ids for generation in running])
-    return found
-
+pytestmark = pytest.mark.usefixtures("one_thread", "always_drafts")
 
 Plain = Callable[[int, dict[str, Any]], list[tuple[int, ...]]]
 
@@ -99,18 +51,6 @@ def test_memory_runs_out_during_a_replay(pair: EngineConfig, plain: Plain, monke
     with simulated_cuda():
         assert answers(replace(pair, device="cuda:0", draft_model=None), ["plain"], 12, GREEDY) == [plain(12, GREEDY)]
     assert len(replays) > 12
-
-
-@pytest.mark.slow  # 5 to 15 seconds each
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("execution", ["eager", "graphs"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_placement(
-    pair: EngineConfig, plain: Plain, placement: str, execution: str, options: dict[str, Any]
-) -> None:
-    config = replace(pair, **PLACEMENTS[placement], execution=execution)
-    with simulated_cuda():
-        assert answers(config, SCHEDULES, 24, options) == [plain(24, options)] * 3
 
 
 @pytest.mark.slow  # 10 seconds

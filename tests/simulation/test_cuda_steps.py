@@ -9,6 +9,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
+from langchain_card.models import loader
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime import sampling
 from langchain_card.runtime.grid_attention import Bucket, MaskedPlan, StepInputs
@@ -95,6 +97,32 @@ def test_logits_are_those_of_a_cpu(model: str, wanted: list[Tensor], device: str
         made = runner(model, device, execution)
         assert len(made._grids._captured) == (4 if execution == "graphs" and "," not in device else 0)
         torch.testing.assert_close(play(made), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("execution", ["eager", "graphs"])
+def test_a_runner_of_a_thread_with_streams_of_its_own(
+    model: str, wanted: list[Tensor], device: str, execution: str
+) -> None:
+    """Another thread runs it, and waits for weights and KV that were written on those streams."""
+    with simulated_cuda(), ThreadPoolExecutor(1) as thread:
+        for index in (1, 0):
+            torch.cuda.set_stream(torch.cuda.Stream(index))
+        found = thread.submit(play, runner(model, device, execution)).result()
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_first_device_that_has_no_layer(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of steps lie on the second device, and their copies end there."""
+    place = loader.device_map
+    monkeypatch.setattr(
+        loader, "device_map", lambda spec: {name: spec.devices[".layers." in name] for name in place(spec)}
+    )
+    with simulated_cuda():
+        made = runner(model, "cuda:0,cuda:1")
+        assert made.device.index == 0 and {layer.device.index for layer in made.pool.kv.layers} == {1}
+        for _ in made.follow(made.open(), [*range(40)]):
+            pass
 
 
 @pytest.mark.parametrize("execution", ["eager", "graphs"])

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from tests.simulation.cuda.calls import Calls
+from tests.simulation.cuda.children import shared_with_children, take_violations
 from tests.simulation.cuda.errors import Violation
 from tests.simulation.cuda.graphs import CUDAGraph, graph
 from tests.simulation.cuda.simulation import Simulation
@@ -23,26 +24,38 @@ MEMORY = 1 << 34
 
 
 @contextmanager
-def simulated_cuda(num_devices: int = 2, *, check: bool = True) -> Iterator[Simulation]:
-    """Let `torch.cuda` be simulated devices, in this thread and in those that it starts.
+def simulated_cuda(num_devices: int = 2, *, check: bool = True, prepare: str = "") -> Iterator[Simulation]:
+    """Let `torch.cuda` be simulated devices, in this thread, in those that it starts, and in child processes.
+
+    Each process has devices of its own; violations of children are found at the end.
 
     Args:
         num_devices: number of devices.
-        check: raise the first violation at the end, whether or not somebody caught it.
+        check: raise the first violation at the end, whether or not it was caught.
+        prepare: "module:function", called first in each child process; "" for nothing.
     """
-    simulation = Simulation(num_devices)
+    with shared_with_children(num_devices, prepare):
+        simulation = Simulation(num_devices)
+        with patched(simulation):
+            yield simulation
+            with suppress(Violation):  # which is recorded
+                for index in range(num_devices):
+                    simulation.synchronize(index)
+        simulation.violations += take_violations()
+    if check and simulation.violations:
+        raise simulation.violations[0]
+
+
+@contextmanager
+def patched(simulation: Simulation) -> Iterator[None]:
+    """Put a simulation in the place of `torch.cuda`, in this thread and in those that it starts."""
     with ExitStack() as stack:
         stack.enter_context(activated(simulation))
         for name, fake in _members(simulation).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _joined(simulation, threading.Thread.run)))
-        with Calls(simulation):
-            yield simulation
-            with suppress(Violation):  # which is recorded
-                for index in range(num_devices):
-                    simulation.synchronize(index)
-        if check and simulation.violations:
-            raise simulation.violations[0]
+        stack.enter_context(Calls(simulation))
+        yield
 
 
 def _joined(simulation: Simulation, run: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,6 +38,7 @@ class Simulation:
 
     Args:
         num_devices: number of devices.
+        log: file that takes violations, for a parent process.
 
     Attributes:
         violations: what went wrong, in order.
@@ -45,9 +48,10 @@ class Simulation:
         transfers: asynchronous copies from and to pinned memory.
     """
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, num_devices: int, log: Path | None = None) -> None:
         self.num_devices, self.is_active = num_devices, True
         self.violations: list[Violation] = []
+        self._log = log
         self.syncs: list[str] = []
         self.host = Clock()
         self.blocks: dict[int, weakref.ref[Block]] = {}
@@ -108,6 +112,9 @@ class Simulation:
     def report(self, violation: Error) -> Error:
         """Record a violation and return it, to be raised."""
         self.violations.append(violation)
+        if self._log is not None:
+            with self._log.open("a") as log:
+                log.write(json.dumps([type(violation).__name__, str(violation)]) + "\n")
         return violation
 
     def sync(self, reason: str, clock: Clock) -> None:
