@@ -30,6 +30,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.errors import CARDError, InvalidInputError
 from langchain_card.models.files import source_hash
 from langchain_card.models.store import ModelStore
+from langchain_card.runtime.step_timer import memory_bandwidth
 
 METHODS = (CARD, *PEER_OPTIONS)
 
@@ -77,7 +78,7 @@ def main(given: list[str]) -> None:
         len(race.of(name).of(method)) == len(texts) for name, texts in sets.items() for method in names
     ):
         raise InvalidInputError("--json", str(args.json), "holds a complete race", "delete it, or name another file")
-    measured = machine.memory_bandwidth()  # before models take the memory; other programs can only lower it
+    measured = memory_bandwidth()  # before models take the memory; other programs can only lower it
     race.about["bandwidth"] = max(measured, race.about.get("bandwidth", 0.0))
     print(f"memory: {race.about['bandwidth'] / 1e9:.1f} GB/s", flush=True)
     with contextlib.ExitStack() as stack:

@@ -24,7 +24,7 @@ from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
 from langchain_card.core.request import RequestStats, SamplingParams
-from langchain_card.engine.draft_placement import GAIN, may_choose, measure_on_cpu, measure_on_gpu
+from langchain_card.engine.draft_placement import compare, may_choose
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
@@ -201,16 +201,12 @@ def about_placement(config: EngineConfig, pair: Pair) -> Iterator[str]:
     if not may_choose(config, pair):
         return
     with contextlib.ExitStack() as models:
-        _, times = measure_on_cpu(config, measure_on_gpu(config, pair, models), models, Silent())
-    where = "the CPU" if times.gain > GAIN else pair.target.device
+        chosen, times = compare(config, pair, models, Silent())
     yield (
         f"A step of the draft takes {1e3 * times.on_gpu:.1f} ms on {pair.target.device}, in turns with the target, and "
-        f"{1e3 * times.on_cpu:.1f} ms on the CPU, meanwhile."
+        f"{1e3 * times.on_cpu:.1f} ms or more on the CPU, while the target works."
     )
-    yield (
-        f"So a token is expected to take {1e3 * times.together:.1f} ms with both models on {pair.target.device}, and "
-        f"{1e3 * times.apart:.1f} ms with the draft on the CPU: draft_device='auto' takes {where}."
-    )
+    yield f"For one answer at a time, {times}: draft_device='auto' takes {chosen.draft and chosen.draft.device}."
 
 
 def about_steps(device: Device, *, shared: bool) -> Iterator[str]:

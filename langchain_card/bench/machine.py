@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from langchain_card.models.gguf import open_gguf
 from langchain_card.models.loader import ModelSpec
 from langchain_card.runtime.draft_form import HEAD
 from langchain_card.runtime.families import read_config
-from langchain_card.runtime.threads import num_cores, processor, use_threads
+from langchain_card.runtime.threads import num_cores, processor
 
 PACKAGES = ("torch", "transformers", "langchain-core", "numba", "llguidance")
 _GIB = 1 << 30
@@ -64,23 +63,6 @@ def proposed_tokens(spec: ModelSpec) -> str:
     """Return how much of its vocabulary a draft proposes, in words; "" if all of it."""
     tokens = read_config(spec.folder).get_text_config().vocab_size
     return f"{HEAD:,} of {tokens:,} tokens" if spec.draft and tokens > HEAD else ""
-
-
-def memory_bandwidth(size: int = _GIB, passes: int = 8) -> float:
-    """Return the bytes that all cores together read in a second: the best of several passes over one array.
-
-    Args:
-        size: bytes of the array, far more than the caches hold.
-        passes: number of passes of each kind.
-    """
-    use_threads(num_cores())
-    numbers, seconds = torch.ones(size // 4), float("inf")
-    for read in (torch.sum, torch.amax):
-        for _ in range(passes):
-            begun = time.perf_counter()
-            read(numbers)
-            seconds = min(seconds, time.perf_counter() - begun)
-    return numbers.nbytes / seconds
 
 
 def bytes_a_pass(file: Path) -> int:

@@ -136,6 +136,7 @@ def open_methods(
         The engine with `config`, the methods, and the errors of peers that could not be loaded, by name.
     """
     engine = stack.enter_context(open_engine(config))
+    config = replace(config, draft_device=engine.config.draft_device)  # peers run the weights that were chosen
     pair, methods, failed = resolve(config), list[Method](), dict[str, str]()
     for name in names:
         if name in PEERS:

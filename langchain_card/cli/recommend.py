@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from langchain_card.bench.doctor import about_load
-from langchain_card.bench.machine import memory_bandwidth
 from langchain_card.config import EngineConfig
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.errors import DeviceError
@@ -28,6 +27,7 @@ from langchain_card.models.loader import ModelSpec
 from langchain_card.models.placement import find_device
 from langchain_card.models.store import ModelStore
 from langchain_card.runtime import draft_form
+from langchain_card.runtime.step_timer import memory_bandwidth
 
 PAIRS = (
     ("code", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,14 +19,14 @@ import torch
 from langchain_card.config import EngineConfig
 from langchain_card.core.costs import CostModel, Speed
 from langchain_card.core.schedules import seconds_by_model
-from langchain_card.engine.drafter_hosts import SCRATCH
+from langchain_card.engine.drafter_hosts import SCRATCH, needs_process
 from langchain_card.errors import CARDError
 from langchain_card.models.budget import check_budget
 from langchain_card.models.files import Progress
-from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release_model, resolve
+from langchain_card.models.loader import ModelSpec, Pair, acquire_model, find_drafts, release_model
 from langchain_card.runtime.families import decoder_layers
 from langchain_card.runtime.runner import ModelRunner
-from langchain_card.runtime.step_timer import CONTEXT, StepTimer
+from langchain_card.runtime.step_timer import CONTEXT, StepTimer, memory_bandwidth
 from langchain_card.runtime.threads import ThreadPlan, use_threads
 
 log = logging.getLogger(__name__)
@@ -75,8 +74,14 @@ class PlacementTimes:
 
     @property
     def gain(self) -> float:
-        """Expected speed-up of the draft on the CPU over that on the GPU."""
+        """Expected speed-up of the draft on the CPU over that on the GPU, for one answer at a time."""
         return self.together / self.apart
+
+    def __str__(self) -> str:
+        return (
+            f"a token is expected to take {1e3 * self.together:.1f} ms with both models on the GPU, and "
+            f"{1e3 * self.apart:.1f} ms with the draft on the CPU"
+        )
 
     def _expected(self, step: float, *, parallel: bool) -> float:
         costs = CostModel(Speed(), Speed())
@@ -88,8 +93,12 @@ class PlacementTimes:
 
 
 def may_choose(config: EngineConfig, pair: Pair) -> bool:
-    """Return whether the draft's device is open: it is "auto", and one GPU would hold both models."""
-    return config.draft_device == "auto" and pair.share_device and [d.type for d in pair.target.devices] == ["cuda"]
+    """Return whether the draft's device is open: it is "auto", and one GPU would hold both models.
+
+    With a lossy acceptance rule it is not: the answer would depend on it.
+    """
+    one_gpu = [device.type for device in pair.target.devices] == ["cuda"]
+    return config.draft_device == "auto" and pair.share_device and one_gpu and not config.stack and not config.lossy
 
 
 def place_draft(
@@ -97,79 +106,73 @@ def place_draft(
 ) -> tuple[EngineConfig, Pair]:
     """Return the configuration with the draft's device filled in, and its models.
 
-    The draft's weights for the CPU are made and read only where its memory might be fast enough.
-
-    Args:
-        config: of the engine.
-        pair: its models, as `resolve` found them.
-        resources: keeps the models that were loaded.
-        progress: receives reports.
-    """
-    if pair.draft is None or not may_choose(config, pair):
-        return config, pair
-    progress.update("measure where the draft runs best", 0, 0)
-    chosen, draft = pair, pair.draft
-    with contextlib.ExitStack() as models:
-        times = measure_on_gpu(config, pair, models)
-        if times.gain > GAIN:
-            try:
-                on_cpu, times = measure_on_cpu(config, times, models, progress)
-            except CARDError as error:
-                log.info("the draft stays on %s, because it does not run on the CPU: %s", draft.device, error)
-            else:
-                chosen = on_cpu if times.gain > GAIN else pair
-        assert chosen.draft is not None
-        for spec in (chosen.target, chosen.draft):
-            acquire_model(spec)
-            resources.callback(release_model, spec)
-    log.info(
-        "the draft runs on %s: a token is expected to take %.1f ms with both models on %s, %.1f ms with it on the CPU",
-        chosen.draft.device, 1e3 * times.together, draft.device, 1e3 * times.apart,
-    )  # fmt: skip
-    return replace(config, draft_device=str(chosen.draft.device)), chosen
-
-
-def measure_on_gpu(config: EngineConfig, pair: Pair, models: contextlib.ExitStack) -> PlacementTimes:
-    """Measure the steps of a pair on one GPU; a step of the draft on the CPU takes as long as reading its weights.
-
     Args:
         config: of the engine.
         pair: its models.
-        models: keeps what is loaded.
+        resources: keeps the models that this process has loaded and goes on to use.
+        progress: receives reports.
     """
-    assert pair.draft is not None
-    (target, _), (on_gpu, draft) = (
-        _steps(config, spec, rows, models) for spec, rows in ((pair.target, ROWS), (pair.draft, (1,)))
-    )
-    numbers = sum(parameter.numel() for parameter in decoder_layers(draft).parameters())
-    return PlacementTimes(target, on_gpu[1], numbers * BYTES / _cpu_bandwidth(), config.limits.max_lead)
+    if not may_choose(config, pair):
+        return config, pair
+    progress.update("measure where the draft runs best", 0, 0)
+    with contextlib.ExitStack() as models:
+        chosen, _ = compare(config, pair, models, progress)
+        assert chosen.draft is not None
+        for spec in (chosen.target, *([] if needs_process(config, chosen) else [chosen.draft])):
+            acquire_model(spec)
+            resources.callback(release_model, spec)
+    return replace(config, draft_device=str(chosen.draft.device)), chosen
 
 
-def measure_on_cpu(
-    config: EngineConfig, times: PlacementTimes, models: contextlib.ExitStack, progress: Progress
+def compare(
+    config: EngineConfig, pair: Pair, models: contextlib.ExitStack, progress: Progress
 ) -> tuple[Pair, PlacementTimes]:
-    """Measure the steps of a pair's draft on the CPU.
+    """Return the pair with its draft on the faster device, and the times by which it was chosen.
+
+    The draft's weights for the CPU are made and read only where its memory may be fast enough. Otherwise a step on the
+    CPU counts as long as reading them would take.
 
     Args:
-        config: of the engine.
-        times: of the pair on a GPU.
+        config: of the engine, for which `may_choose` is true.
+        pair: its models.
         models: keeps what is loaded.
         progress: receives reports.
-
-    Returns:
-        The pair with its draft on the CPU, and the times with those of its steps.
-
-    Raises:
-        CARDError: the draft does not run on the CPU, or does not fit.
     """
-    pair = resolve(replace(config, draft_device="cpu"), progress)
     assert pair.draft is not None
-    check_budget(pair, config.limits.max_num_seqs, config.limits.max_window, SCRATCH)
-    threads, in_torch = ThreadPlan(target_on_cpu=False, draft_on_cpu=True), pair.draft.form == "float"
+    (target, _), (on_gpu, model) = (
+        _steps(config, spec, rows, models) for spec, rows in ((pair.target, ROWS), (pair.draft, (1,)))
+    )
+    numbers = sum(parameter.numel() for parameter in decoder_layers(model).parameters())
+    reading = numbers * BYTES / memory_bandwidth(1 << 28)
+    times = PlacementTimes(target, on_gpu[1], reading, config.limits.max_lead)
+    if times.gain > GAIN:
+        try:
+            on_cpu = _with_draft_on_cpu(config, pair, progress)
+            times = replace(times, on_cpu=_step_on_cpu(config, on_cpu.draft, models))
+        except CARDError as error:
+            log.info("the draft stays on %s, because it does not run on the CPU: %s", pair.draft.device, error)
+        else:
+            pair = on_cpu if times.gain > GAIN else pair
+    log.info("draft_device: %s", times)
+    return pair, times
+
+
+def _with_draft_on_cpu(config: EngineConfig, pair: Pair, progress: Progress) -> Pair:
+    """Return a pair with its draft on the CPU; raises if it does not run or fit there."""
+    ((_, draft),) = find_drafts(config, pair.target, torch.device("cpu"), progress)
+    found = replace(pair, draft=draft)
+    check_budget(found, config.limits.max_num_seqs, config.limits.max_window, SCRATCH)
+    return found
+
+
+def _step_on_cpu(config: EngineConfig, draft: ModelSpec | None, models: contextlib.ExitStack) -> float:
+    """Return the seconds of a draft's step on the CPU, with all cores."""
+    assert draft is not None
+    threads, in_torch = ThreadPlan(target_on_cpu=False, draft_on_cpu=True), draft.form == "float"
     with ThreadPoolExecutor(1) as thread:  # numbers of threads are set for the calling one
         thread.submit(use_threads, threads.draft("parallel"), in_torch=in_torch).result()
-        steps, _ = thread.submit(_steps, config, pair.draft, (1,), models).result()
-    return pair, replace(times, on_cpu=steps[1])
+        steps, _ = thread.submit(_steps, config, draft, (1,), models).result()
+    return steps[1]
 
 
 def _steps(
@@ -186,13 +189,3 @@ def _steps(
     for rows in sizes:
         timer.seconds(rows)  # cold
     return {rows: statistics.median(timer.seconds(rows) for _ in range(REPEATS)) for rows in sizes}, model
-
-
-def _cpu_bandwidth() -> float:
-    """Return the bytes of memory that this CPU reads in a second, as the best of a few tries."""
-    block, times = torch.ones(1 << 26), list[float]()
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        block.sum()
-        times.append(time.perf_counter() - begun)
-    return block.nbytes / min(times)

@@ -118,8 +118,8 @@ class Engine:
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
         supervisor = Supervisor(self.config)
         resources.callback(supervisor.close)
-        self.config = supervisor.wait_ready()
-        if self.config.draft_device == "cpu" and self._pair.share_device:
+        before, self.config = self.config, supervisor.wait_ready()
+        if self.config.draft_device != before.draft_device:
             self._pair = resolve(self.config)
         return supervisor
 

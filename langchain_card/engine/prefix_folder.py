@@ -29,6 +29,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -93,7 +94,7 @@ class PrefixFolder:
             raise PermissionError("it is another user's, or open to others: chmod 700")
         self._secret = _shared_secret(folder / "secret")
         self._failing, self._num_lost, self._deadline = False, 0, math.inf
-        self._texts: dict[KVCache, tuple[str, list[int]]] = {}  # to be written; a sequence holds one text at a time
+        self._texts: deque[tuple[str, list[int]]] = deque(maxlen=runner.pool.num_seqs)  # to be written, oldest first
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write_texts, name="card-prefixes", daemon=True)
         self._writer.start()
@@ -117,13 +118,8 @@ class PrefixFolder:
         """Queue the text of a closed sequence. What a later sequence overwrites first is not written."""
         if cache.length < BLOCK:
             return
-        try:
-            self._runner.synchronize()  # the writer has a stream of its own
-        except Exception as error:  # of an earlier step, which reports it, too
-            log.warning("%s tokens are not kept in %s: %r", f"{cache.length:,}", self._folder, error)
-            return
         with self._changed:
-            self._texts[cache] = (cache.owner, [*cache.token_ids])
+            self._texts.append((cache.owner, [*cache.token_ids]))
             self._changed.notify()
 
     def close(self) -> None:
@@ -185,12 +181,12 @@ class PrefixFolder:
             with self._reported():
                 self._write(*text)
 
-    def _next(self) -> tuple[KVCache, str, list[int]] | None:
+    def _next(self) -> tuple[str, list[int]] | None:
         """Wait for a text and take it from the queue; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._texts or self._deadline < math.inf)
-            for cache in self._texts:
-                return cache, *self._texts.pop(cache)
+            if self._texts:
+                return self._texts.popleft()
         return None
 
     @contextlib.contextmanager
@@ -203,7 +199,7 @@ class PrefixFolder:
                 log.warning("no prefixes are kept in %s until that works again: %r", self._folder, error)
             self._failing = True
 
-    def _write(self, cache: KVCache, owner: str, token_ids: list[int]) -> None:
+    def _write(self, owner: str, token_ids: list[int]) -> None:
         """Write the blocks of a text that the folder lacks, and touch the others.
 
         Later blocks count as used earlier, so that a text loses its end first.
@@ -217,7 +213,10 @@ class PrefixFolder:
                     self._num_lost += BLOCK * sum(not file.exists() for file in files)
                     return
                 end = (n + 1) * BLOCK
-                if (block := cache.read(end - BLOCK, token_ids[:end], owner)) is None:
+                with self._runner.pool.lock:
+                    self._runner.synchronize()  # this thread's stream does not wait for the model's
+                    block = self._runner.pool.read(end - BLOCK, token_ids[:end], owner)
+                if block is None:
                     return
                 content = safetensors.save({**block, _CHECKSUM: self._checksum(file, block)})
                 self._check_secret()

@@ -44,16 +44,9 @@ _GIB = 1 << 30
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device, in bytes.
-
-    CUDA itself would take some hundred MB of a device to say so, in this process, which may have no other use for it.
-    """
+    """Return the free memory of a device, in bytes."""
     if device.type == "cuda":
-        try:
-            used = torch.cuda.device_memory_used(device)
-        except (ModuleNotFoundError, RuntimeError):  # without nvidia-ml-py
-            return int(torch.cuda.mem_get_info(device)[0])
-        return int(torch.cuda.get_device_properties(device).total_memory) - used
+        return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 

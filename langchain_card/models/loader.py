@@ -20,7 +20,7 @@ from langchain_card.models.download import BUILTINS
 from langchain_card.models.files import Progress
 from langchain_card.models.headers import DEFAULT_MAX_LEN
 from langchain_card.models.placement import capacity, draft_device, find_devices, place
-from langchain_card.models.quantization import find_quantizer
+from langchain_card.models.quantization import find_quantizer, stored_settings
 from langchain_card.models.registry import Registry
 from langchain_card.models.store import Form, ModelStore
 from langchain_card.models.tokenizer import read_tokenizer
@@ -144,7 +144,7 @@ def resolve(
     _check(target, "model")
     model_config = _text_config(target)
     max_len = context_length(model_config)
-    found = _drafts(config, target, draft_device(config, devices), progress, begin) if config.has_draft else []
+    found = find_drafts(config, target, draft_device(config, devices), progress, begin) if config.has_draft else []
     tokenizer = read_tokenizer(target.folder)
     drafts = [(spec, _vocabulary(config, setting, target, spec)) for setting, spec in found]
     alike = [target, *(spec for spec, vocabulary in drafts if vocabulary is None)]
@@ -158,19 +158,19 @@ def resolve(
     return Pair(target, draft, tokenizer, ends, vocab_size, wanted, vocabularies, tuple(specs[1:]), size)
 
 
-def _drafts(
+def find_drafts(
     config: EngineConfig,
     target: ModelSpec,
     device: torch.device,
     progress: Progress | None,
-    begin: Callable[[ModelSpec], None] | None,
+    begin: Callable[[ModelSpec], None] | None = None,
 ) -> list[tuple[str, ModelSpec]]:
     """Return the draft model and the models of the stack below it, each with the setting that names it."""
     drafts = list[tuple[str, ModelSpec]]()
     levels = [("stack", level.spec) for level in config.levels if level.is_model]
     for setting, name in [("draft_model", config.draft_model or ""), *levels]:
         apart = target.device.type != "cpu" == device.type
-        spec = _spec(_for_cpu(config, name) if apart else config, setting, name, [device], progress)
+        spec = _spec(_for_cpu(config, name, progress) if apart else config, setting, name, [device], progress)
         if spec != target:
             spec = replace(spec, draft=draft_form.changes(_text_config(spec), spec.form))
         if begin is not None and config.draft_transport != "process":
@@ -180,14 +180,17 @@ def _drafts(
     return drafts
 
 
-def _for_cpu(config: EngineConfig, draft: str) -> EngineConfig:
-    """Return the configuration of a draft on the CPU beside a target on a GPU: in blocks, whatever the target runs in.
+def _for_cpu(config: EngineConfig, draft: str, progress: Progress | None) -> EngineConfig:
+    """Return the configuration of a draft on the CPU beside a target on a GPU: in blocks where its kind has kernels.
 
-    No draft's rounding changes an answer. A draft in float64 stays as it is: it is there for tests.
+    The number format of the target's activations is not the draft's. Tests in float64 are.
     """
-    dtype = "auto" if config.dtype in ("float16", "bfloat16") else config.dtype
-    blocks = dtype in _BLOCK_DTYPES and not _is_gguf(draft)
-    return replace(config, dtype=dtype, quantization="int8" if blocks else "auto")
+    config = replace(config, dtype="auto" if config.dtype in ("float16", "bfloat16") else config.dtype)
+    if config.quantization != "auto" or config.dtype not in _BLOCK_DTYPES or _is_gguf(draft):
+        return config
+    found = read_config(ModelStore().prepare(draft, "float", progress))
+    plain = stored_settings(found) is None and is_common(found.get_text_config())
+    return replace(config, quantization="int8") if plain else config
 
 
 def _is_gguf(name: str) -> bool:

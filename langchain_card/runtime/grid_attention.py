@@ -8,9 +8,9 @@ whatever the other rows hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from langchain_card.runtime.adapters import NONE
-from langchain_card.runtime.kv_cache import GridKV, KVPool
+from langchain_card.runtime.kv_cache import GridKV, KVPool, sizes
 from langchain_card.runtime.rows import AttentionOptions, Rows
 
 MAX_SCORED_ROWS = 64
@@ -34,11 +34,11 @@ MAX_GRAPH_ROWS = 256
 MAX_GRAPHS = 16
 """Largest number of captured steps of a model: each takes a part of a second to capture."""
 
-STEP = 4
-"""Factor from one number of sequences, or of positions, to the next: empty ones cost less than further graphs."""
-
 WIDTHS = (1, 16, *(1 << n for n in range(6, 24)))
 """Numbers of rows of a sequence: without guesses, with few, with many. Texts have the larger ones."""
+
+FEW = 4
+"""Rows of a sequence with few guesses, where 16 of each sequence are more than `MAX_GRAPH_ROWS`."""
 
 
 class Bucket(NamedTuple):
@@ -60,6 +60,8 @@ class Bucket(NamedTuple):
 class Ladder:
     """The buckets of a pool's steps.
 
+    Few positions are worth a graph of their own only where all sequences together read many.
+
     Args:
         pool: the sequences' KV.
 
@@ -68,15 +70,14 @@ class Ladder:
     """
 
     def __init__(self, pool: KVPool[GridKV]) -> None:
-        self._pool, self._seqs = pool, _sizes(1, pool.num_seqs)
+        self._seqs, self._any_keys = pool.step_sizes, sizes(MIN_KEYS, pool.max_len)
         widest = min(MAX_SCORED_ROWS, _round_up(pool.num_scratch, WIDTHS))
-        shapes = product(self._seqs, [width for width in WIDTHS if width <= widest])
-        grids = [(seqs, width) for seqs, width in shapes if seqs * width <= MAX_GRAPH_ROWS]
-        least = MIN_KEYS  # positions of all sequences together, of which no smaller number is worth a graph
+        shapes = [(seqs, width) for seqs in self._seqs for width in _widths(seqs) if width <= widest]
+        grids, least = [shape for shape in shapes if math.prod(shape) <= MAX_GRAPH_ROWS], MIN_KEYS
         while True:
-            fewest = {seqs: max(MIN_KEYS, least // seqs // 8 * 8) for seqs in self._seqs}  # of 8: for fast kernels
-            self._keys = {seqs: _sizes(keys, pool.max_len) for seqs, keys in fewest.items()}
-            buckets = [Bucket(seqs, width, keys) for seqs, width in grids for keys in self._keys[seqs]]
+            fewest = {shape: max(MIN_KEYS, least // shape[0] // 8 * 8) for shape in grids}  # of 8: for fast kernels
+            self._keys = {shape: sizes(keys, pool.max_len) for shape, keys in fewest.items()}
+            buckets = [Bucket(*shape, count) for shape, keys in self._keys.items() for count in keys]
             if len(buckets) <= MAX_GRAPHS:
                 break
             least *= 2
@@ -84,17 +85,15 @@ class Ladder:
 
     def bucket(self, batch: Sequence[Rows]) -> Bucket:
         """Return the smallest bucket for a batch with one entry per sequence."""
-        seqs = _round_up(1 + max(rows.cache.index for rows in batch), self._seqs)
-        return Bucket(seqs, *self._shape(batch, seqs))
+        return self._smallest(batch, _round_up(1 + max(rows.cache.index for rows in batch), self._seqs))
 
     def alone(self, rows: Rows) -> Bucket:
         """Return the smallest bucket for one sequence."""
-        return Bucket(1, *self._shape([rows], 1), rows.cache.index)
+        return self._smallest([rows], 1)._replace(first=rows.cache.index)
 
-    def _shape(self, batch: Sequence[Rows], seqs: int) -> tuple[int, int]:
-        """Return the width, and the positions read, of a bucket with so many sequences."""
-        reach = 1 + max(max(rows.positions) for rows in batch)
-        return _round_up(longest(batch), WIDTHS), _round_up(reach, self._keys[seqs])
+    def _smallest(self, batch: Sequence[Rows], seqs: int) -> Bucket:
+        reach, width = 1 + max(max(rows.positions) for rows in batch), _round_up(longest(batch), _widths(seqs))
+        return Bucket(seqs, width, _round_up(reach, self._keys.get((seqs, width), self._any_keys)))
 
 
 class StepInputs:
@@ -264,12 +263,9 @@ def longest(batch: Sequence[Rows]) -> int:
     return max(len(rows.token_ids) for rows in batch)
 
 
-def _sizes(first: int, last: int) -> list[int]:
-    """Return the sizes of buckets from `first` on, each `STEP` times the one before; `last` is the largest."""
-    found = [min(first, last)]
-    while found[-1] < last:
-        found.append(min(found[-1] * STEP, last))
-    return found
+def _widths(seqs: int) -> tuple[int, ...]:
+    """Return the numbers of rows of each sequence in steps of so many sequences."""
+    return WIDTHS if seqs * WIDTHS[1] <= MAX_GRAPH_ROWS else (WIDTHS[0], FEW, *WIDTHS[1:])
 
 
 def _round_up(count: int, found: Sequence[int]) -> int:

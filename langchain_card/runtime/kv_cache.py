@@ -34,6 +34,9 @@ from torch import Tensor
 from langchain_card.runtime.adapters import NONE
 from langchain_card.runtime.transfer import to_device
 
+STEP = 4
+"""Factor from one size of a step over grids to the next: rows that are empty cost less than further graphs."""
+
 
 class KVStorage(Protocol):
     """Keys and values of all layers, by slots."""
@@ -172,12 +175,14 @@ class KVPool(Generic[Storage]):
         max_len: positions per sequence.
         num_scratch: unverified rows per sequence.
         num_seqs: sequences open at once.
-        compact: open low indices first, because a step costs as much as its highest index (`grid_attention.Bucket`).
+        compact: open low indices first, because a step costs as much as its highest index (`grid_attention.Bucket`);
+            texts that lie there are moved to sequences that were unused longer.
         align: slots in a block of the storage; the ranges above are rounded up to whole blocks.
 
     Attributes:
         kv: the storage.
         num_slots: slots of one sequence.
+        step_sizes: numbers of sequences that a step over grids computes.
         lock: held while a sequence takes over another text, and by other threads that read a sequence.
         trash: the last slot, which belongs to no sequence.
     """
@@ -194,7 +199,7 @@ class KVPool(Generic[Storage]):
     ) -> None:
         num_scratch, max_len = (-(-count // align) * align for count in (num_scratch, max_len))
         self.num_scratch, self.max_len, self.num_seqs = num_scratch, max_len, num_seqs
-        self._compact, self.lock = compact, threading.Lock()
+        self._compact, self.lock, self.step_sizes = compact, threading.RLock(), sizes(1, num_seqs)
         self.num_slots, self.trash = num_scratch + max_len, num_seqs * (num_scratch + max_len)
         self.kv = store(self.trash + 1)
         self._caches = [KVCache(self, index) for index in range(num_seqs)]
@@ -219,17 +224,46 @@ class KVPool(Generic[Storage]):
         donor = self._caches[known.index(shared)]
         free = self._low() if self._compact else self._free
         cache = donor if donor in free and shared == donor.length else free[0]
+        if self._compact and cache.length > (shared if cache is donor else 0):
+            donor = self._move(cache, donor)
         self._free.remove(cache)
         with self.lock:
             if cache is not donor and shared:
                 self.kv.copy(range(donor.first_position, donor.first_position + shared), cache.first_position)
+                if shared == donor.length and donor in self._free:  # its place is wanted first
+                    self._free.remove(donor)
+                    self._free.insert(0, donor)
             cache.token_ids, cache.owner = list(token_ids[:shared]), owner
         return cache
 
     def _low(self) -> list[KVCache]:
-        """Return the free sequences of the smallest bucket that holds one more."""
-        size = 1 << (self.num_seqs - len(self._free)).bit_length()
+        """Return the free sequences of the smallest step that holds one more."""
+        size = next(size for size in self.step_sizes if size > self.num_seqs - len(self._free))
         return [cache for cache in self._free if cache.index < size]
+
+    def _move(self, cache: KVCache, donor: KVCache) -> KVCache:
+        """Move the text of a free sequence that is about to be opened to the one that was unused longest.
+
+        The text stays where it is if no other sequence was unused for longer.
+
+        Args:
+            cache: the sequence.
+            donor: a sequence whose text is still to be read.
+
+        Returns:
+            The sequence with the donor's text.
+        """
+        place = self._free.index(cache)
+        other = next((old for old in self._free[:place] if old is not donor), None)
+        if other is None:
+            return donor
+        with self.lock:
+            self.kv.copy(range(cache.first_position, cache.first_position + cache.length), other.first_position)
+            other.token_ids, other.owner = cache.token_ids, cache.owner
+            cache.token_ids = []
+        self._free.remove(other)
+        self._free.insert(place, other)
+        return other if cache is donor else donor
 
     def close(self, cache: KVCache) -> None:
         """Close a sequence; its committed positions may serve a later text, unless it is damaged.
@@ -250,6 +284,23 @@ class KVPool(Generic[Storage]):
             if isinstance(self.kv, TensorKV):  # of integers, no row reads what is not its own
                 self.kv.clear(cache.base, cache.base + used)
             cache.token_ids, cache.damaged = [], False
+
+    def read(self, start: int, token_ids: list[int], owner: str) -> dict[str, Tensor] | None:
+        """Return a copy of a text's keys and values from a position on, from any thread.
+
+        Args:
+            start: first position, in whole blocks of the storage.
+            token_ids: of all positions up to the last one that is returned.
+            owner: of the text.
+
+        Returns:
+            What the storage's `read` returns; None if no sequence holds the text any longer.
+        """
+        with self.lock:
+            for cache in self._caches:
+                if cache.owner == owner and cache.token_ids[: len(token_ids)] == token_ids:
+                    return self.kv.read(cache.first_position + start, cache.first_position + len(token_ids))
+        return None
 
     def forget(self) -> None:
         """Close all sequences and forget their texts."""
@@ -295,24 +346,6 @@ class KVCache:
             self.pool.kv.copy([self.base + slot for slot in slots], self.base + here)
         self.token_ids += token_ids
 
-    def read(self, start: int, token_ids: list[int], owner: str) -> dict[str, Tensor] | None:
-        """Return a copy of a text's keys and values from a position on, from any thread.
-
-        Args:
-            start: first position, in whole blocks of the storage.
-            token_ids: of all positions up to the last one that is returned.
-            owner: of the text.
-
-        Returns:
-            What the storage's `read` returns; None if the sequence holds another text by now.
-        """
-        first, stop = self.first_position, len(token_ids)
-        with self.pool.lock:
-            if (self.owner, self.token_ids[:stop]) != (owner, token_ids):
-                return None
-            parts: dict[str, Tensor] = self.pool.kv.read(first + start, first + stop)
-            return parts
-
     def write(self, start: int, token_ids: Sequence[int], parts: Mapping[str, Tensor]) -> None:
         """Commit positions from `start` on, which is at most the length, with what `read` returned for them."""
         self.pool.kv.write(self.first_position + start, parts)
@@ -332,6 +365,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def sizes(first: int, last: int) -> list[int]:
+    """Return the sizes of steps from `first` on, each `STEP` times the one before; `last` is the largest."""
+    found = [min(first, last)]
+    while found[-1] < last:
+        found.append(min(found[-1] * STEP, last))
+    return found
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -77,7 +77,6 @@ class ModelRunner:
         self._stream: Any = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still write weights and KV
         self._grids: GridSteps | None = None
         for device in {*devices, self.device}:
             _finish_writes(device)
@@ -126,9 +125,11 @@ class ModelRunner:
             yield
             return
         self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            yield
-        caller.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # what the caller frees after a failure may still be read
+            caller.wait_stream(self._stream)
 
     def follow(self, cache: KVCache, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """Append `token_ids`, some rows at a time.

@@ -14,7 +14,7 @@ from benchmarks import race_page as page
 from benchmarks.pages import marks
 from langchain_card.bench import machine
 from langchain_card.bench.compare import Comparison, Row, conditions
-from langchain_card.bench.machine import bytes_a_pass, memory_bandwidth
+from langchain_card.bench.machine import bytes_a_pass
 from langchain_card.bench.method import Run
 from langchain_card.bench.prompts import chat_ids, find, named_sets
 from langchain_card.bench.race import (
@@ -32,6 +32,7 @@ from langchain_card.errors import EngineError, InvalidInputError
 from langchain_card.models.gguf import open_gguf
 from langchain_card.models.store import ModelStore
 from langchain_card.models.tokenizer import load_tokenizer
+from langchain_card.runtime.step_timer import memory_bandwidth
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,7 +177,7 @@ def test_the_pages_are_filled_between_their_marks(race: Race, tmp_path: Path, mo
 def test_the_script_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny.make_target("llama", tmp_path / "target")
     draft = tiny.make_draft(target, tmp_path / "draft", noise=0.02)
-    monkeypatch.setattr(machine, "memory_bandwidth", lambda: 4e10)
+    monkeypatch.setattr(script, "memory_bandwidth", lambda: 4e10)
     asked_for, run = list[Any](), script.run_race
     monkeypatch.setattr(script, "run_race", lambda *given: (asked_for.append(given[2]), run(*given)))
     file = tmp_path / "race.json"
@@ -192,7 +193,7 @@ def test_the_script_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     written = json.loads(file.read_text())
     kept = written["rows"]["own"][:2]
     file.write_text(json.dumps(written | {"rows": {"own": written["rows"]["own"][:3]}}))
-    monkeypatch.setattr(machine, "memory_bandwidth", lambda: 3e10)
+    monkeypatch.setattr(script, "memory_bandwidth", lambda: 3e10)
     script.main(["own", *asked])
     assert load_race(file).about["bandwidth"] == 4e10, "the highest of both"
     assert json.loads(file.read_text())["rows"]["own"][:2] == kept, "a whole turn is not run again"

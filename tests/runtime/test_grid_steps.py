@@ -111,9 +111,12 @@ def test_a_full_grid_answers_in_the_order_of_the_batch(tiny_pairs: Pairs) -> Non
 
 
 @pytest.mark.parametrize("max_len", [512, 8192, 10_000, 131_072])
-@pytest.mark.parametrize(("num_scratch", "num_seqs"), [(16, 1), (16, 16), (64, 3), (64, 16), (64, 12)])
-def test_every_window_has_a_captured_step(max_len: int, num_scratch: int, num_seqs: int) -> None:
-    """Whatever its rows, sequences and positions; and there are few of them, because each takes time at the start."""
+@pytest.mark.parametrize(
+    ("num_scratch", "num_seqs", "rows"),
+    [(16, 1, 16), (64, 1, 64), (16, 16, 16), (64, 3, 64), (64, 16, 16), (64, 12, 16), (16, 32, 4), (64, 64, 4)],
+)
+def test_every_window_has_a_captured_step(max_len: int, num_scratch: int, num_seqs: int, rows: int) -> None:
+    """Up to so many rows of all sequences; and there are few of them, because each takes time at the start."""
     pool: KVPool[Any] = KVPool(lambda count: None, max_len=max_len, num_scratch=num_scratch, num_seqs=num_seqs)
     ladder, rng = Ladder(pool), random.Random(2)
     assert len({*ladder.captured}) == len(ladder.captured) <= 16
@@ -123,12 +126,22 @@ def test_every_window_has_a_captured_step(max_len: int, num_scratch: int, num_se
         batch = [
             Rows(cache, [1] * count, start, [tuple(range(i + 1)) for i in range(count)])
             for cache in rng.sample(caches, rng.randint(1, num_seqs))
-            for count, start in [(rng.randint(1, 16), rng.randint(0, max_len - 16))]
+            for count, start in [(rng.randint(1, rows), rng.randint(0, max_len - rows))]
         ]
         bucket = ladder.bucket(batch)
         assert bucket in ladder.captured and bucket.width >= max(len(rows.token_ids) for rows in batch)
         assert bucket.keys > max(max(rows.positions) for rows in batch)
         assert bucket.seqs > max(rows.cache.index for rows in batch)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16])
+def test_texts_read_few_positions_more_than_they_have(num_seqs: int) -> None:
+    """Steps without a graph are as small as they may be."""
+    pool: KVPool[Any] = KVPool(lambda count: None, max_len=131_072, num_scratch=64, num_seqs=num_seqs)
+    ladder, cache = Ladder(pool), pool.open()
+    for length in (100, 500, 3000, 40_000):
+        keys = ladder.alone(Rows(cache, [1] * 200, length - 200 if length > 200 else 0)).keys
+        assert keys < max(513, 4 * length)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2])

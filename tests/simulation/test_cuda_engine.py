@@ -14,11 +14,13 @@ import torch
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
+from langchain_card.engine.draft_placement import may_choose
 from langchain_card.engine.drafter_hosts import needs_process
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import DeviceLostError
-from langchain_card.models.loader import resolve
+from langchain_card.models.loader import is_loaded, resolve
+from langchain_card.runtime.step_timer import StepTimer
 from tests.simulation.cuda import simulated_cuda
 from tests.simulation.cuda.graphs import CUDAGraph
 from tests.support.placed import GREEDY, PLACEMENTS, SCHEDULES, answers
@@ -74,15 +76,32 @@ def test_a_draft_in_blocks_on_the_cpu(pair: EngineConfig) -> None:
     assert others == [first] * 2
 
 
-@pytest.mark.slow  # 7 seconds
-def test_a_draft_goes_where_its_steps_cost_least(pair: EngineConfig, plain: Plain) -> None:
-    """A simulated GPU is slow, and the CPU beside it is not."""
-    config = replace(pair, device="cuda:0")
+@pytest.mark.slow  # 5 seconds each
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.004), ("cuda:0", 0.04)])
+@pytest.mark.parametrize("transport", ["auto", "process"])
+def test_a_draft_goes_where_its_steps_cost_least(
+    pair: EngineConfig, plain: Plain, device: str, seconds: float, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times are given: 10 ms for a step on the GPU, and the CPU's. A draft in a process is not kept in this one."""
+    steps = lambda timer, rows: 0.01 if timer._runner.device.type == "cuda" else seconds  # noqa: E731
+    monkeypatch.setattr(StepTimer, "seconds", steps)
+    config = replace(pair, device="cuda:0", draft_transport=transport)
     with simulated_cuda(num_devices=1):
         with Engine(config) as engine:
-            assert engine.devices == {"target": "cuda:0", "draft": "cpu"} and engine.config.draft_device == "cpu"
-        assert answers(replace(config, draft_device="cuda:0"), ["parallel"], 6, GREEDY) == [plain(6, GREEDY)]
+            assert engine.devices == {"target": "cuda:0", "draft": device} and engine.config.draft_device == device
+            assert is_loaded(engine._pair.draft) is (transport == "auto")
         assert answers(config, ["parallel"], 6, GREEDY) == [plain(6, GREEDY)]
+
+
+def test_whose_device_is_open(pair: EngineConfig) -> None:
+    with simulated_cuda(num_devices=1):
+        for fields, is_open in (({}, True), ({"draft_device": "cuda:0"}, False), ({"stack": ("ngram",)}, False)):
+            config = replace(pair, **{"device": "cuda:0", **fields})
+            assert may_choose(config, resolve(config)) is is_open
+    with simulated_cuda(num_devices=2):
+        for device in ("cuda:0", "cuda:0,cuda:1", "cpu"):
+            config = replace(pair, device=device)
+            assert not may_choose(config, resolve(config))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +124,7 @@ def test_two_processes_on_one_device_are_warned_of(
     with simulated_cuda():
         config = replace(pair, **PLACEMENTS[placement] | {"draft_transport": "process"})
         assert needs_process(config, resolve(config))
-    assert ("take turns on cuda:0" in caplog.text) is warned
+    assert ("takes turns on cuda:0" in caplog.text) is warned
 
 
 @pytest.fixture

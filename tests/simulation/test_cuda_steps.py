@@ -5,6 +5,7 @@ A capture of this model's four steps takes half a second, the other tests less; 
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
@@ -166,6 +167,17 @@ def test_a_caller_keeps_its_stream(model: str, wanted: list[Tensor], execution: 
         torch.cuda.synchronize()
         for each in found:
             torch.testing.assert_close([logits.cpu() for logits in each], [*map(Tensor.exp, wanted)])
+
+
+def test_a_failed_step_leaves_nothing_that_is_still_read(model: str) -> None:
+    """Its caller frees the weights at once."""
+    with simulated_cuda():
+        made = runner(model, "cuda:0")
+        with pytest.raises(torch.OutOfMemoryError, match="planted"), made.on_stream():
+            made.step([Rows(made.open(), [1, 2, 3], 0)])
+            raise torch.OutOfMemoryError("planted")
+        del made
+        gc.collect()
 
 
 def test_processors_read_nothing_from_the_device() -> None:

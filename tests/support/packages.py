@@ -22,5 +22,7 @@ def installed(folder: Path, name: str, kind: str = "drafters", **offered: str) -
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         plugins._offered.cache_clear()
-        yield
-    plugins._offered.cache_clear()
+        try:
+            yield
+        finally:
+            plugins._offered.cache_clear()

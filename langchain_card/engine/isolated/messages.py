@@ -64,7 +64,7 @@ class Loaded:
     """Report that the engine takes requests, within these limits, and where its draft runs."""
 
     limits: Limits
-    draft_device: str = "auto"
+    draft_device: str
 
 
 @dataclass(frozen=True, slots=True)

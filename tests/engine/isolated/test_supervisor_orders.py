@@ -76,7 +76,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch, clock: Time) -> Iterator[Supervi
     FAILING.clear()
     monkeypatch.setattr("langchain_card.engine.isolated.supervisor.start_engine", Scripted)
     made = Supervisor(EngineConfig("a", None, limits=Limits(restart_seconds=0.01)), clock)
-    LIVES[0].say(f.Loaded(Limits()))
+    LIVES[0].say(f.Loaded(Limits(), "auto"))
     made.wait_ready()
     yield made
     made.close()
@@ -92,7 +92,7 @@ def die(life: int) -> Scripted:
     """Ends a life, and gives the next one."""
     LIVES[life].die()
     wait_until(lambda: len(LIVES) == life + 2)
-    LIVES[-1].say(f.Loaded(Limits()))
+    LIVES[-1].say(f.Loaded(Limits(), "auto"))
     return LIVES[-1]
 
 
@@ -105,7 +105,7 @@ def test_a_request_is_asked_once_in_each_life(supervisor: Supervisor) -> None:
     wait_until(lambda: len(LIVES) == 2)
     held = threading.Event()
     supervisor._do(held.wait, 10)
-    LIVES[1].say(f.Loaded(Limits()))
+    LIVES[1].say(f.Loaded(Limits(), "auto"))
     supervisor.submit(consumer := Waiting())  # known at once, and queued behind the welcome
     held.set()
     settle(supervisor)
@@ -175,7 +175,7 @@ def test_loading_that_fails_later_is_no_fault_of_requests(supervisor: Supervisor
         LIVES[life].die(missing)
     assert not consumer.ends
     wait_until(lambda: len(LIVES) == 5)
-    LIVES[4].say(f.Loaded(Limits()))
+    LIVES[4].say(f.Loaded(Limits(), "auto"))
     settle(supervisor)
     assert LIVES[4].asked == [(0, ())]
     for life in range(4, 6):
@@ -246,7 +246,7 @@ def test_a_death_is_logged_and_how_long_it_took(
     LIVES[0].die()
     wait_until(lambda: len(LIVES) == 2)
     clock.ahead += 30
-    LIVES[1].say(f.Loaded(Limits()))
+    LIVES[1].say(f.Loaded(Limits(), "auto"))
     settle(supervisor)
     died, up = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert died == "engine process = 0: killed by the test. It is started again; requests that go on: 1"
