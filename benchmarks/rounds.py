@@ -73,13 +73,13 @@ class MeteredDrafter(ToyDrafter):
     def step(self, budgets):
         tree = self.trees[budgets[0].request_id]
         step = self.meter("choose", DraftStep.plan, tree, budgets[0], (tree.tokens[tree.root],), lambda token_id: True)
-        children = [self._children(tree, way) for way in step.token_paths]
+        children = [self._children(tree, way) for way in self.meter("choose", lambda: step.token_paths)]
         return [self.meter("draft tree", self._grow, step, children)]
 
     def _grow(self, step, children):
         step.place(tuple)
         step.settle(children)
-        return step.publish(self.name, step.expanded, self.step_time(len(step.token_paths)))
+        return step.publish(self.name, step.expanded, self.step_time(step.num_rows))
 
 
 def replay(limits):

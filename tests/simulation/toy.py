@@ -207,7 +207,7 @@ class ToyDrafter:
             planned = DraftStep.plan(tree, budget, (tree.tokens[tree.root],), _in_vocabulary)
             steps.append(DraftStep(tree, budget) if unread else planned)
         elapsed, _ = add_guesses(steps, self._lower, _in_vocabulary)
-        if rows := sum(len(step.token_paths) for step in steps):
+        if rows := sum(step.num_rows for step in steps):
             elapsed += self.step_time(rows)
         for step in steps:
             step.place(tuple)
