@@ -12,10 +12,10 @@ its chance is lower.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 DEAD = -1
@@ -111,8 +111,7 @@ class CandidateTree:
         score, unlisted_logp = trusted_logps or (stated_logp, stated_logp)
         node = children.get(token)
         if node is None:
-            node = children[token] = self._append(parent, token, source)
-            self._set_score(node, source, stated_logp, score, unlisted_logp)
+            node = children[token] = self._append(parent, token, source, stated_logp, score, unlisted_logp)
         elif from_model != (node in self.listed_by_model):
             if from_model:  # the first model that lists it
                 self._set_score(node, source, stated_logp, score, unlisted_logp)
@@ -161,7 +160,8 @@ class CandidateTree:
 
     def first_child(self) -> int:
         """Return the likeliest child of the root, or `DEAD`."""
-        return max(self._children.get(self.root, {}).values(), key=self._score, default=DEAD)
+        children = self.children(self.root)
+        return max(zip(self._scores(self.root), children), key=itemgetter(0), default=(0.0, DEAD))[1]
 
     def advance(self, token: int) -> bool:
         """Commit `token`: the root moves to it, and everything beside it is dead.
@@ -194,10 +194,11 @@ class CandidateTree:
         heap: list[tuple[float, int]] = []
         reached, node = 0.0, self.root
         while len(nodes) < budget:
-            children = self._children.get(node, {}).values()
-            reached += self._excess(children)
-            for child in children:
-                heapq.heappush(heap, (reached - self._score(child), child))
+            if children := self._children.get(node):
+                scores = self._scores(node)
+                reached += _excess(scores)
+                for child, score in zip(children.values(), scores):  # noqa: B905
+                    heapq.heappush(heap, (reached - score, child))
             if not heap:
                 break
             reached, node = heapq.heappop(heap)
@@ -210,9 +211,10 @@ class CandidateTree:
         chosen: list[int] = []
         chances: list[float] = []
         reached, node = 0.0, self.root
-        while len(chosen) < budget and (children := self._children.get(node, {}).values()):
-            node = max(children, key=self._score)
-            reached += self._score(node) - self._excess(children)
+        while len(chosen) < budget and (children := self.children(node)):
+            scores = self._scores(node)
+            score, node = max(zip(scores, children), key=itemgetter(0))  # noqa: B905
+            reached += score - _excess(scores)
             chosen.append(node)
             chances.append(math.exp(reached))
         return chosen, chances
@@ -221,20 +223,25 @@ class CandidateTree:
         """Return whether a model has expanded the parent and has not listed the node."""
         return node not in self.listed_by_model and self.parents[node] in self.expanded_by_model
 
-    def _score(self, node: int) -> float:
-        return min(self.scores[node], self.unlisted_logps[node]) if self.is_unlisted(node) else self.scores[node]
-
-    def _excess(self, children: Collection[int]) -> float:
-        """Return the log of the children's total chance where it exceeds 1: drafters that disagree share it."""
-        return math.log(max(1.0, sum(math.exp(self._score(node)) for node in children)))
+    def _scores(self, node: int) -> list[float]:
+        """Return the scores of the children of a node, oldest first."""
+        children, scores = self._children.get(node, {}).values(), self.scores
+        if node not in self.expanded_by_model:
+            return [scores[child] for child in children]
+        listed, unlisted = self.listed_by_model, self.unlisted_logps
+        return [scores[child] if child in listed else min(scores[child], unlisted[child]) for child in children]
 
     def covered(self, node: int) -> float:
         """Return the chance that the token after a node is among its children."""
-        return sum(math.exp(self._score(child)) for child in self.children(node))
+        return sum(map(math.exp, self._scores(node)))
 
     def depth(self, node: int) -> int:
         """Return the depth of a living node below the root."""
         return self._depths[node] - self._depths[self.root]
+
+    def deepest(self, nodes: Iterable[int]) -> int:
+        """Return the deepest of some nodes, the first of several; the root if there are none."""
+        return max(nodes, key=self._depths.__getitem__, default=self.root)
 
     def living(self) -> list[int]:
         """Return the root and all nodes below it."""
@@ -263,17 +270,29 @@ class CandidateTree:
         self._best = None
         return new
 
-    def _append(self, parent: int, token: int, source: str) -> int:
-        node, depth = len(self.tokens), self._depths[parent] + 1
+    def _append(
+        self,
+        parent: int,
+        token: int,
+        source: str,
+        stated_logp: float = 0.0,
+        score: float = 0.0,
+        unlisted_logp: float = 0.0,
+    ) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
-        self.scores.append(0.0)
+        self.scores.append(min(score, 0.0))
         self.sources.append(source)
-        self.origins.append((source, 0.0))
-        self.unlisted_logps.append(0.0)
-        self._depths.append(depth)
+        self.origins.append((source, stated_logp))
+        self.unlisted_logps.append(unlisted_logp)
+        self._depths.append(self._depths[parent] + 1)
         self._best = None
-        return node
+        return len(self.tokens) - 1
+
+
+def _excess(scores: Sequence[float]) -> float:
+    """Return the log of the children's total chance where it exceeds 1: drafters that disagree share it."""
+    return math.log(max(1.0, sum(map(math.exp, scores))))
 
 
 class Frontier(NamedTuple):
@@ -311,16 +330,18 @@ def frontier(
         min_chance: nodes that the answer reaches with a smaller chance are left out.
     """
     nodes, chances = tree.best_subtree(budget)
-    reached = {tree.root: 1.0, **dict(zip(nodes, chances))}  # noqa: B905
-    likely = itertools.takewhile(lambda at: at[1] >= min_chance, reached.items())
-    open_ = (at for at in likely if at[0] not in expanded and (at[0] in published or at[0] == tree.root))
-    chosen = [*itertools.islice(open_, width)]
+    chosen = list[tuple[int, float]]()
+    for node, chance in zip((tree.root, *nodes), (1.0, *chances)):  # noqa: B905
+        if chance < min_chance or len(chosen) == width:
+            break
+        if node not in expanded and (node in published or node == tree.root):
+            chosen.append((node, chance))
     if not chosen:
         return Frontier([])
     first, reach = chosen[0]
     below, others = {first}, list[float]()
-    for node in nodes:
+    for node, chance in zip(nodes, chances):  # noqa: B905
         if tree.parents[node] in below:
             below.add(node)
-            others.append(reached[node])
+            others.append(chance)
     return Frontier([chance * max(0.0, 1.0 - tree.covered(node)) for node, chance in chosen], reach, others)

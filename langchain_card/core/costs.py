@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 DECAY = 0.9
 """Weight of the past against one new observation."""
@@ -75,7 +76,7 @@ class Mean:
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Add one observation; a `weight` below 1 adds a part of one."""
-        self.weight = self.weight * self._decay ** min(weight, 1.0) + weight
+        self.weight = self.weight * (self._decay if weight >= 1.0 else self._decay**weight) + weight
         self.value += (value - self.value) * weight / self.weight
 
 
@@ -190,13 +191,14 @@ class StepTimes:
     def __init__(self, pace: Pace | None = None) -> None:
         self.pace, self.steps = pace or Pace(Speed()), 0.0
         self._sizes: dict[int, SizeTime] = {}
-        self._points: list[tuple[float, float]] = []
+        self._rows: list[float] = []  # [sizes] ascending
+        self._seconds: list[float] = []  # [sizes] at the first pace
 
     def copy(self, pace: Pace) -> StepTimes:
         """Return the times as a first guess for another load on the same device."""
         copied, own = StepTimes(pace), self.pace.own.value
         copied.steps = self.steps
-        copied._points = [(rows, own * seconds) for rows, seconds in self._points]
+        copied._rows, copied._seconds = self._rows, [own * seconds for seconds in self._seconds]
         for about, size in self._sizes.items():
             variance = max(size.variance, GUESS)
             copied._sizes[about] = replace(size, value=own * size.value, variance=variance, rows=size.rows.copy())
@@ -207,7 +209,8 @@ class StepTimes:
         self.pace.resume()
         usual = self.at(rows) or elapsed
         elapsed = max(SHORTEST, min(elapsed, MAX_SURPRISE * usual))
-        size = self._sizes.setdefault(_size(rows), SizeTime(last=self.pace.speed.steps))
+        if (size := self._sizes.get(about := _size(rows))) is None:
+            size = self._sizes[about] = SizeTime(last=self.pace.speed.steps)
         if size.steps + weight <= FIRST or (size.steps <= FIRST and elapsed < usual):
             size.value, size.variance = elapsed / self.pace.value, STEP_NOISE
         else:
@@ -217,9 +220,10 @@ class StepTimes:
         self.pace.end_step(weight)
         size.last = self.pace.speed.steps
         size.rows.add(rows, weight)
-        self._points = sorted((size.rows.value, size.value) for size in self._sizes.values())
-        for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
-            self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
+        points = sorted([(size.rows.value, size.value) for size in self._sizes.values()], reverse=True)
+        self._rows = [rows for rows, _ in reversed(points)]
+        # More rows are never faster: the measurement was disturbed.
+        self._seconds = [*accumulate((seconds for _, seconds in points), min)][::-1]
 
     def at(self, rows: float = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any.
@@ -228,13 +232,13 @@ class StepTimes:
         So below all measured sizes, a row saves at most what one more costs there. This much is expected: small steps
         are tried, and measured.
         """
-        points = self._points
-        if not points:
+        if not self._rows:
             return 0.0
-        i = max(1, bisect.bisect_left(points, (rows, 0.0)))
-        (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
-        slope = (high - low) / (many - few) if many > few else self._slope()
-        return self.pace.value * max(low + max(slope, 0.0) * (rows - few), low * min(1.0, rows / few))
+        i = bisect_left(self._rows, rows) or 1
+        few, low = self._rows[i - 1], self._seconds[i - 1]
+        slope = (self._seconds[i] - low) / (self._rows[i] - few) if i < len(self._rows) else self._slope()
+        seconds = low + slope * (rows - few)
+        return self.pace.value * (seconds if rows >= few else max(seconds, low * (rows / few)))
 
     def knows(self, rows: int) -> bool:
         """Return whether steps of this size were measured under this load, and not too long ago."""
@@ -247,10 +251,8 @@ class StepTimes:
         return (self.at(rows + more) - self.at(rows)) / more
 
     def _slope(self) -> float:
-        if not self._points:
-            return 0.0
-        (few, low), (many, high) = self._points[0], self._points[-1]
-        return max(0.0, high - low) / (many - few) if many > few else ROW_COST * low
+        few, many, low, high = self._rows[0], self._rows[-1], self._seconds[0], self._seconds[-1]
+        return (high - low) / (many - few) if many > few else ROW_COST * low
 
 
 def _size(rows: int) -> int:

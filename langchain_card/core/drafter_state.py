@@ -127,16 +127,16 @@ class DrafterState:
         nodes, number = self.nodes, proposal.first
         bound = len(tree.path) + (max_nodes if from_model else max_nodes // 2)
         for parent, token, stated in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
-            if len(tree) < bound and stated > -math.inf:
+            if (above := nodes[parent]) != DEAD and stated > -math.inf and len(tree) < bound:
                 logps = (stated, stated) if trust is None else trust(stated)
-                nodes[number] = tree.insert(nodes[parent], token, stated, proposal.source, logps, from_model=from_model)
+                nodes[number] = tree.insert(above, token, stated, proposal.source, logps, from_model=from_model)
             number += 1
         expanded = [nodes[number] for number in proposal.expanded if nodes[number] != DEAD]
         self.expanded.update(expanded)
         if from_model:
             tree.mark_expanded(expanded)
         entered = [node for node in nodes[proposal.first : number] if node != DEAD]
-        self.deepest = max((self._deepest(tree), *entered), key=tree.depth)
+        self.deepest = tree.deepest([self._deepest(tree), *entered])
         self.published.update(entered)
         return number - proposal.first - len(entered)
 
@@ -148,7 +148,7 @@ class DrafterState:
     def _deepest(self, tree: CandidateTree) -> int:
         if tree.is_alive(self.deepest):
             return self.deepest
-        return max(self.published.intersection(tree.living()), key=tree.depth, default=tree.root)
+        return tree.deepest(self.published.intersection(tree.living()))
 
     def renumber(self, new: Mapping[int, int]) -> None:
         """Follow a sweep of the tree; nodes that were swept out are dead."""
