@@ -15,7 +15,6 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 DEAD = -1
@@ -160,8 +159,8 @@ class CandidateTree:
 
     def first_child(self) -> int:
         """Return the likeliest child of the root, or `DEAD`."""
-        children = self.children(self.root)
-        return max(zip(self._scores(self.root), children), key=itemgetter(0), default=(0.0, DEAD))[1]
+        scores, children = self._scores(self.root), self.children(self.root)
+        return children[scores.index(max(scores))] if children else DEAD
 
     def advance(self, token: int) -> bool:
         """Commit `token`: the root moves to it, and everything beside it is dead.
@@ -213,8 +212,9 @@ class CandidateTree:
         reached, node = 0.0, self.root
         while len(chosen) < budget and (children := self.children(node)):
             scores = self._scores(node)
-            score, node = max(zip(scores, children), key=itemgetter(0))  # noqa: B905
-            reached += score - _excess(scores)
+            best = max(scores)
+            node = children[scores.index(best)]
+            reached += best - _excess(scores)
             chosen.append(node)
             chances.append(math.exp(reached))
         return chosen, chances
@@ -247,18 +247,21 @@ class CandidateTree:
         """Return the root and all nodes below it."""
         return [self.root, *(child for children in self._children.values() for child in children.values())]
 
-    def sweep(self) -> dict[int, int]:
-        """Forget dead nodes.
+    def sweep(self) -> list[int]:
+        """Forget all nodes but the committed path and what is alive.
 
         Returns:
-            New number of every node that stays: the committed path and all that is alive.
+            New number of every node, `DEAD` for those that are forgotten, and at the end for `DEAD` itself.
         """
         self._prune()
         stay = [*self.path[:-1], *sorted(self.living())]
-        new = {old: i for i, old in enumerate(stay)}
-        self.parents = [new.get(self.parents[n], DEAD) for n in stay]
+        new = [DEAD] * (len(self) + 1)
+        for i, old in enumerate(stay):
+            new[old] = i
+        self.parents = [new[self.parents[n]] for n in stay]
         for name in _PER_NODE:
-            setattr(self, name, [getattr(self, name)[n] for n in stay])
+            values = getattr(self, name)
+            setattr(self, name, [values[n] for n in stay])
         self._children = {
             new[node]: {token: new[child] for token, child in children.items()}
             for node, children in self._children.items()
@@ -266,7 +269,7 @@ class CandidateTree:
         self.root = new[self.root]
         self.path = [new[n] for n in self.path]
         for name in ("expanded_by_model", "listed_by_model"):
-            setattr(self, name, {new[n] for n in getattr(self, name) if n in new})
+            setattr(self, name, {new[n] for n in getattr(self, name)} - {DEAD})
         self._best = None
         return new
 

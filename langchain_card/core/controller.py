@@ -23,7 +23,7 @@ from langchain_card.core.costs import (
     Mean,
     Speed,
 )
-from langchain_card.core.drafter_state import Calibration
+from langchain_card.core.drafter_state import Calibration, chance_class
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
 
@@ -323,7 +323,7 @@ class Controller:
         self.choice.observe_round(self._measured_as(load))
         costs.target.observe(rows, elapsed)
         costs.pace.add(tokens / len(texts))
-        probes = self.costs_of(load._replace(drafting=True))
+        probes = costs if load.drafting else self.costs_of(load._replace(drafting=True))
         probes.draft_probe.count(seen=any(drafted))
         probes.read_probe.count(seen=False)
         costs.window_probe.count(seen=rows > len(texts))
@@ -363,7 +363,8 @@ class Controller:
 
     def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
         """Return the calibrated log chances of a listed and of an unlisted candidate."""
-        return self._listed[source].score(stated_logp), self._unlisted[source].score(stated_logp)
+        about = chance_class(stated_logp)
+        return stated_logp + self._listed[source].lower[about], stated_logp + self._unlisted[source].lower[about]
 
     def observe_token(self, text: TextStats, *, hit: bool, first: bool) -> None:
         """Learn how often the cache is right."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -190,7 +189,7 @@ class StepTimes:
 
     def __init__(self, pace: Pace | None = None) -> None:
         self.pace, self.steps = pace or Pace(Speed()), 0.0
-        self._sizes: dict[int, SizeTime] = {}
+        self._sizes: dict[int, SizeTime] = {}  # ascending
         self._rows: list[float] = []  # [sizes] ascending
         self._seconds: list[float] = []  # [sizes] at the first pace
 
@@ -211,6 +210,7 @@ class StepTimes:
         elapsed = max(SHORTEST, min(elapsed, MAX_SURPRISE * usual))
         if (size := self._sizes.get(about := _size(rows))) is None:
             size = self._sizes[about] = SizeTime(last=self.pace.speed.steps)
+            self._sizes = dict(sorted(self._sizes.items()))
         if size.steps + weight <= FIRST or (size.steps <= FIRST and elapsed < usual):
             size.value, size.variance = elapsed / self.pace.value, STEP_NOISE
         else:
@@ -220,10 +220,10 @@ class StepTimes:
         self.pace.end_step(weight)
         size.last = self.pace.speed.steps
         size.rows.add(rows, weight)
-        points = sorted([(size.rows.value, size.value) for size in self._sizes.values()], reverse=True)
-        self._rows = [rows for rows, _ in reversed(points)]
+        sizes = self._sizes.values()
+        self._rows = [size.rows.value for size in sizes]
         # More rows are never faster: the measurement was disturbed.
-        self._seconds = [*accumulate((seconds for _, seconds in points), min)][::-1]
+        self._seconds = [*accumulate([size.value for size in reversed(sizes)], min)][::-1]
 
     def at(self, rows: float = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any.
@@ -398,5 +398,7 @@ class CostModel:
             worth = gained - (self.target.at(len(chances) + i) - fewest)
             if worth > best:
                 best, count = worth, i
-        widths = Counter(request for _, request in order[:count])
-        return [widths[request] for request in range(len(chances))]
+        widths = [0] * len(chances)
+        for _, request in order[:count]:
+            widths[request] += 1
+        return widths

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -150,12 +150,12 @@ class DrafterState:
             return self.deepest
         return tree.deepest(self.published.intersection(tree.living()))
 
-    def renumber(self, new: Mapping[int, int]) -> None:
+    def renumber(self, new: Sequence[int]) -> None:
         """Follow a sweep of the tree; nodes that were swept out are dead."""
-        self.nodes = [new.get(node, DEAD) for node in self.nodes]
-        self.published = {new[node] for node in self.published if node in new}
-        self.expanded = {new[node] for node in self.expanded if node in new}
-        self.deepest = new.get(self.deepest, 0)
+        self.nodes = [new[node] for node in self.nodes]
+        self.published = {new[node] for node in self.published} - {DEAD}
+        self.expanded = {new[node] for node in self.expanded} - {DEAD}
+        self.deepest = max(0, new[self.deepest])
 
 
 def _within(numbers: Sequence[int], bound: int) -> bool:
@@ -210,6 +210,11 @@ def _is_well_typed(proposal: Proposal) -> bool:
     return {*map(type, numbers)} <= {int, float} and not any(type(n) is int and abs(n) > MAX_NUMBER for n in numbers)
 
 
+def chance_class(stated_logp: float) -> int:
+    """Return the number of a stated log chance's class in `CHANCES`."""
+    return bisect.bisect_left(_SCORES, stated_logp)
+
+
 class Calibration:
     """The chances that one drafter states, lowered to the share of them that came true.
 
@@ -218,21 +223,20 @@ class Calibration:
 
     Args:
         prior: share of a stated chance that is trusted before anything was learned.
+
+    Attributes:
+        lower: [classes of stated chances] what is added to a stated log chance.
     """
 
     def __init__(self, prior: float = 1.0) -> None:
         self._stated = [Mean(chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
         self._true = [Mean(prior * chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
-        self._lower = [math.log(prior)] * len(CHANCES)
-
-    def score(self, stated: float) -> float:
-        """Return the log chance to use in place of the stated one."""
-        return stated + self._lower[bisect.bisect_left(_SCORES, stated)]
+        self.lower = [math.log(prior)] * len(CHANCES)
 
     def learn(self, stated: float, *, taken: bool) -> None:
         """Learn whether a candidate was `taken`, when the token after its parent was committed."""
-        about = bisect.bisect_left(_SCORES, stated)
-        self._stated[about].add(math.exp(stated))
-        self._true[about].add(taken)
-        true, believed = max(self._true[about].value, MIN_CHANCE), max(self._stated[about].value, MIN_CHANCE)
-        self._lower[about] = min(0.0, math.log(true / believed))
+        about = chance_class(stated)
+        believed, true = self._stated[about], self._true[about]
+        believed.add(math.exp(stated))
+        true.add(taken)
+        self.lower[about] = min(0.0, math.log(max(true.value, MIN_CHANCE) / max(believed.value, MIN_CHANCE)))

@@ -150,18 +150,19 @@ class Query:
         return min(self.limits.max_window, state.tokens_left) - 1 if state.drafters and not state.failures else 0
 
     def _window(self, state: RequestState, candidates: Sequence[int], step_id: int) -> m.Window:
-        nodes = [state.tree.root, *candidates]
+        tree, nodes = state.tree, [state.tree.root, *candidates]
+        tokens, parents, sources = tree.tokens, tree.parents, tree.sources
         row = {node: i for i, node in enumerate(nodes)}
         return m.Window(
             request_id=state.request.request_id,
             step_id=step_id,
             start_position=len(state.request.prompt_ids) - 1 + len(state.output_ids),
-            token_ids=tuple(state.tree.tokens[node] for node in nodes),
-            parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
+            token_ids=tuple([tokens[node] for node in nodes]),
+            parents=(m.ROOT, *[row[parents[node]] for node in candidates]),
             kept_rows=state.kept_rows,
             schedule=state.schedule,
             drafting=state.schedule == "parallel" and self.drafts(state),
-            sources=tuple(state.tree.sources[node] for node in candidates),
+            sources=tuple([sources[node] for node in candidates]),
         )
 
     def drafts(self, state: RequestState) -> bool:

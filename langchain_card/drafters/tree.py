@@ -186,7 +186,7 @@ class DraftTree:
         """Add the children of several nodes."""
         for node, (token_ids, _) in zip(nodes, listed):  # noqa: B905
             self.children[node] = dict.fromkeys(token_ids, HELD_BACK)
-        self._add(zip(nodes, repeat(0), listed))  # noqa: B905
+        self._add(zip(nodes, repeat(0), listed))
 
     def publish(
         self,
@@ -268,11 +268,11 @@ class DraftTree:
         """Move the root down `path`; everything beside it is dead."""
         self.root = path[-1]
         self.published = max(self.published, self.root + 1)  # the root may be unpublished: it is committed now
-        living, children, slots = [self.root], dict[int, dict[int, int]](), self.slots
-        for node in living:
-            if (below := self.children.get(node)) is not None:
-                children[node] = below
-                living += below.values()
+        before, children, slots = self.children, dict[int, dict[int, int]](), self.slots
+        expanded = [self.root] if self.root in before else []
+        for node in expanded:
+            below = children[node] = before[node]
+            expanded += [child for child in below.values() if child in before]
         self.children = children
         self.slots = {node: slots[node] for node in children if node != self.root}
         self.free_slots += [slot for node, slot in slots.items() if node not in self.slots]
