@@ -11,10 +11,10 @@ its chance is lower.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 DEAD = -1
@@ -189,7 +189,7 @@ class CandidateTree:
 
     def _likeliest(self, budget: int) -> Subtree:
         nodes: list[int] = []
-        chances: list[float] = []
+        logs: list[float] = []  # negated
         heap: list[tuple[float, int]] = []
         reached, node = 0.0, self.root
         while len(nodes) < budget:
@@ -197,13 +197,13 @@ class CandidateTree:
                 scores = self._scores(node)
                 reached += _excess(scores)
                 for child, score in zip(children.values(), scores):  # noqa: B905
-                    heapq.heappush(heap, (reached - score, child))
+                    heappush(heap, (reached - score, child))
             if not heap:
                 break
-            reached, node = heapq.heappop(heap)
+            reached, node = heappop(heap)
             nodes.append(node)
-            chances.append(math.exp(-reached))
-        return nodes, chances
+            logs.append(reached)
+        return nodes, [math.exp(-log) for log in logs]
 
     def best_chain(self, budget: int) -> tuple[list[int], list[float]]:
         """Return the chain of likeliest children below the root, at most `budget` nodes, and the chance of each."""
@@ -295,7 +295,8 @@ class CandidateTree:
 
 def _excess(scores: Sequence[float]) -> float:
     """Return the log of the children's total chance where it exceeds 1: drafters that disagree share it."""
-    return math.log(max(1.0, sum(map(math.exp, scores))))
+    total = sum(map(math.exp, scores))
+    return math.log(total) if total > 1.0 else 0.0
 
 
 class Frontier(NamedTuple):

@@ -7,7 +7,6 @@ Its currency is the engine's own time per token: a step or a row that takes `t` 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -238,11 +237,17 @@ class Controller:
             drafted = chain * costs.per_expected.value
         return self._seconds_undrafted(load, text, self._undrafted(load)) - drafted
 
+    def may_wait(self, load: Load, lead: int) -> bool:
+        """Return False if drafting the lead takes as long as a round: waiting for a slower draft gains nothing."""
+        if not lead or self.pins.lead is not None:
+            return True
+        costs = self.costs_of(load)
+        return (lead + 1) * costs.draft_share(1) < costs.target.at(load.num_seqs) / load.num_seqs
+
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Weigh a draft step by measured times and hits.
 
-        Under `parallel` the draft works while the target does. If drafting the lead takes as long as a round, the draft
-        is the slower of the two, and waiting for it gains nothing. Under `sequential` requests share a step: those for
+        Under `parallel` the draft works while the target does, and must be the faster of the two. Under `sequential` requests share a step: those for
         which it is worth most take it, as long as all of them gain more than the step takes.
         """
         if self.pins.lead is not None:
@@ -333,11 +338,12 @@ class Controller:
         if since_last is None:
             return
         costs.per_token.add(since_last / tokens, tokens)
-        hits = statistics.fmean(text.hits.value for text in texts)
         if not any(drafted):
             costs.per_pass.add(min(max(since_last / max(elapsed, SHORTEST), 1.0), MAX_SURPRISE))
-        elif all(drafted) and costs.known and (expected := self._by_model(load, hits, costs)):
-            costs.observe_expected(since_last / tokens / expected, tokens)
+        elif all(drafted) and costs.known:
+            hits = math.fsum(text.hits.value for text in texts) / len(texts)
+            if expected := self._by_model(load, hits, costs):
+                costs.observe_expected(since_last / tokens / expected, tokens)
 
     def observe_draft_step(
         self, load: Load, text: TextStats, nodes: int, together: int, elapsed: float, layers: int

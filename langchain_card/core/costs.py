@@ -390,14 +390,17 @@ class CostModel:
             chances: [requests] chances of the candidates, likeliest first.
             prices: [requests] seconds that a token is worth.
         """
-        fewest = self.target.at(len(chances))
-        gained, best, count = 0.0, 0.0 if self.target.knows(len(chances)) else GUESS_ERROR * fewest, 0
-        order = sorted((-chance * prices[request], request) for request, row in enumerate(chances) for chance in row)
-        for i, (negated, _) in enumerate(order, 1):
-            gained -= negated
-            worth = gained - (self.target.at(len(chances) + i) - fewest)
-            if worth > best:
-                best, count = worth, i
+        rows = len(chances)
+        fewest = self.target.at(rows)
+        best, count = 0.0 if self.target.knows(rows) else GUESS_ERROR * fewest, 0
+        order = sorted([(-chance * prices[request], request) for request, row in enumerate(chances) for chance in row])
+        gains = [*accumulate([-negated for negated, _ in order])]
+        for i, gained in enumerate(gains, 1):
+            cost = self.target.at(rows + i) - fewest
+            if gained - cost > best:
+                best, count = gained - cost, i
+            elif gains[-1] - cost <= best:
+                break  # all that is left is not worth its rows
         widths = [0] * len(chances)
         for _, request in order[:count]:
             widths[request] += 1

@@ -69,11 +69,16 @@ class Query:
     def _await_draft(self, state: RequestState, load: Load, now: float) -> None:
         """Let a round wait for a draft that is at work, if that pays."""
         paced = [name for name in state.drafters if self.drafters[name].paced]
-        frontiers = [at for name in paced if (at := self._frontier(state, name, load)) is not None]
-        if not (self.drafts(state) and any(self.policy.draft_pays(load, [state.text], [at])[0] for at in frontiers)):
+        if not (self.drafts(state) and any(self._waiting_pays(state, name, load) for name in paced)):
             state.wait(now, None)
         elif state.wait_until is None:
             state.wait(now, now + self.policy.patience(load))
+
+    def _waiting_pays(self, state: RequestState, name: str, load: Load) -> bool:
+        if not self.policy.may_wait(load, state.drafters[name].lead(state.tree)):
+            return False
+        at = self._frontier(state, name, load)
+        return at is not None and self.policy.draft_pays(load, [state.text], [at])[0]
 
     def _grant_in_turns(self, states: Sequence[RequestState], load: Load, now: float) -> list[m.Effect]:
         """Grant one step of each drafter, which all of its requests share, to those for which it pays."""

@@ -272,10 +272,10 @@ class DraftTree:
         expanded = [self.root] if self.root in before else []
         for node in expanded:
             below = children[node] = before[node]
-            expanded += [child for child in below.values() if child in before]
+            expanded += filter(before.__contains__, below.values())
         self.children = children
-        self.slots = {node: slots[node] for node in children if node != self.root}
-        self.free_slots += [slot for node, slot in slots.items() if node not in self.slots]
+        self.slots = {node: slots.pop(node) for node in children if node != self.root}
+        self.free_slots += slots.values()
         self._start_paths()
         parents = self.parents
         self._open = [entry for entry in self._open if parents[entry[1]] in children]

@@ -286,6 +286,10 @@ class FixedPolicy:
         """Let all requests read at once."""
         return load.num_seqs
 
+    def may_wait(self, load: Load, lead: int) -> bool:
+        """Return True: `draft_pays` decides."""
+        return True
+
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Take every step, except that under `parallel` a round waits only for a first candidate."""
         return [load.schedule != "parallel" or not at.lead for at in frontiers]
