@@ -138,11 +138,11 @@ class CandidateTree:
 
     def _prune(self) -> None:
         """Remove the children of all nodes that are neither the root nor below it."""
-        living = [self.root]
+        before = self._children
+        living = [self.root] if self.root in before else []  # and with children
         for node in living:
-            if node in self._children:
-                living += self._children[node].values()
-        self._children = {node: self._children[node] for node in living if node in self._children}
+            living += filter(before.__contains__, before[node].values())
+        self._children = {node: before[node] for node in living}
         self._pruned = True
 
     def _committed(self, parent: int, token: int) -> int:

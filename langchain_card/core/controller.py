@@ -13,15 +13,7 @@ from dataclasses import dataclass, field
 
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
-from langchain_card.core.costs import (
-    MAX_SURPRISE,
-    ROW_COST,
-    SHORTEST,
-    SIZE_DECAY,
-    CostModel,
-    Mean,
-    Speed,
-)
+from langchain_card.core.costs import MAX_SURPRISE, ROW_COST, SHORTEST, SIZE_DECAY, CostModel, Mean, Speed
 from langchain_card.core.drafter_state import Calibration, chance_class
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
@@ -247,8 +239,9 @@ class Controller:
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Weigh a draft step by measured times and hits.
 
-        Under `parallel` the draft works while the target does, and must be the faster of the two. Under `sequential` requests share a step: those for
-        which it is worth most take it, as long as all of them gain more than the step takes.
+        Under `parallel` the draft works while the target does, and must be the faster of the two. Under `sequential`
+        requests share a step: those for which it is worth most take it, as long as all of them gain more than the step
+        takes.
         """
         if self.pins.lead is not None:
             return [at.lead < self.pins.lead for at in frontiers]

@@ -65,9 +65,7 @@ class Mean:
     __slots__ = ("_decay", "value", "weight")
 
     def __init__(self, prior: float = 0.0, weight: float = 0.0, decay: float = DECAY) -> None:
-        self.value = prior
-        self.weight = weight
-        self._decay = decay
+        self.value, self.weight, self._decay = prior, weight, decay
 
     def copy(self) -> Mean:
         """Return an independent copy."""
@@ -75,8 +73,9 @@ class Mean:
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Add one observation; a `weight` below 1 adds a part of one."""
-        self.weight = self.weight * (self._decay if weight >= 1.0 else self._decay**weight) + weight
-        self.value += (value - self.value) * weight / self.weight
+        decay = self._decay if weight >= 1.0 else self._decay**weight
+        self.weight = total = self.weight * decay + weight
+        self.value += (value - self.value) * weight / total
 
 
 @dataclass(slots=True)
@@ -84,8 +83,7 @@ class Factor:
     """A factor of step times, as far as it is known.
 
     Attributes:
-        value: its likeliest value.
-        variance: of its logarithm.
+        value, variance: its likeliest value; the variance of its logarithm.
     """
 
     value: float = 1.0
@@ -162,8 +160,7 @@ class SizeTime(Factor):
     """The time of a step of one size, in seconds at the first pace.
 
     Attributes:
-        rows: mean number of rows.
-        steps: number of measured steps.
+        rows, steps: mean number of rows; number of measured steps.
         last: number of steps of the device at the last one.
     """
 
@@ -190,8 +187,7 @@ class StepTimes:
     def __init__(self, pace: Pace | None = None) -> None:
         self.pace, self.steps = pace or Pace(Speed()), 0.0
         self._sizes: dict[int, SizeTime] = {}  # ascending
-        self._rows: list[float] = []  # [sizes] ascending
-        self._seconds: list[float] = []  # [sizes] at the first pace
+        self._rows, self._seconds = list[float](), list[float]()  # [sizes] ascending; at the first pace
 
     def copy(self, pace: Pace) -> StepTimes:
         """Return the times as a first guess for another load on the same device."""
@@ -208,9 +204,9 @@ class StepTimes:
         self.pace.resume()
         usual = self.at(rows) or elapsed
         elapsed = max(SHORTEST, min(elapsed, MAX_SURPRISE * usual))
-        if (size := self._sizes.get(about := _size(rows))) is None:
-            size = self._sizes[about] = SizeTime(last=self.pace.speed.steps)
-            self._sizes = dict(sorted(self._sizes.items()))
+        if (about := _size(rows)) not in self._sizes:
+            self._sizes = dict(sorted([*self._sizes.items(), (about, SizeTime(last=self.pace.speed.steps))]))
+        size = self._sizes[about]
         if size.steps + weight <= FIRST or (size.steps <= FIRST and elapsed < usual):
             size.value, size.variance = elapsed / self.pace.value, STEP_NOISE
         else:
@@ -222,8 +218,8 @@ class StepTimes:
         size.rows.add(rows, weight)
         sizes = self._sizes.values()
         self._rows = [size.rows.value for size in sizes]
-        # More rows are never faster: the measurement was disturbed.
-        self._seconds = [*accumulate([size.value for size in reversed(sizes)], min)][::-1]
+        seconds = accumulate([size.value for size in reversed(sizes)], min)
+        self._seconds = [*seconds][::-1]  # more rows are never faster: the measurement was disturbed
 
     def at(self, rows: float = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any.
@@ -390,18 +386,15 @@ class CostModel:
             chances: [requests] chances of the candidates, likeliest first.
             prices: [requests] seconds that a token is worth.
         """
-        rows = len(chances)
-        fewest = self.target.at(rows)
+        rows, fewest = len(chances), self.target.at(len(chances))
         best, count = 0.0 if self.target.knows(rows) else GUESS_ERROR * fewest, 0
         order = sorted([(-chance * prices[request], request) for request, row in enumerate(chances) for chance in row])
-        gains = [*accumulate([-negated for negated, _ in order])]
+        gains = [*accumulate(-negated for negated, _ in order)]
         for i, gained in enumerate(gains, 1):
             cost = self.target.at(rows + i) - fewest
             if gained - cost > best:
                 best, count = gained - cost, i
             elif gains[-1] - cost <= best:
                 break  # all that is left is not worth its rows
-        widths = [0] * len(chances)
-        for _, request in order[:count]:
-            widths[request] += 1
-        return widths
+        taken = [request for _, request in order[:count]]
+        return [taken.count(request) for request in range(rows)]

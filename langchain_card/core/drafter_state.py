@@ -124,12 +124,12 @@ class DrafterState:
         Returns:
             How many nodes were dropped because their branch is dead, they have no chance, or the tree is full.
         """
-        nodes, number = self.nodes, proposal.first
+        nodes, number, source, insert = self.nodes, proposal.first, proposal.source, tree.insert
         bound = len(tree.path) + (max_nodes if from_model else max_nodes // 2)
         for parent, token, stated in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
             if (above := nodes[parent]) != DEAD and stated > -math.inf and len(tree) < bound:
                 logps = (stated, stated) if trust is None else trust(stated)
-                nodes[number] = tree.insert(above, token, stated, proposal.source, logps, from_model=from_model)
+                nodes[number] = insert(above, token, stated, source, logps, from_model=from_model)
             number += 1
         expanded = [nodes[number] for number in proposal.expanded if nodes[number] != DEAD]
         self.expanded.update(expanded)
@@ -207,7 +207,9 @@ def _is_well_typed(proposal: Proposal) -> bool:
     if integers | {*map(type, p.expanded)} != {int}:
         return False
     numbers = (p.elapsed, p.reading, *p.scores)
-    return {*map(type, numbers)} <= {int, float} and not any(type(n) is int and abs(n) > MAX_NUMBER for n in numbers)
+    if not (types := {*map(type, numbers)}) <= {int, float}:
+        return False
+    return int not in types or not any(type(n) is int and abs(n) > MAX_NUMBER for n in numbers)
 
 
 def chance_class(stated_logp: float) -> int:

@@ -170,8 +170,9 @@ class DraftTree:
 
     def place(self, node: int) -> tuple[int, ...]:
         """Give a node a KV slot; return the slots on its path, all of whose nodes were forwarded."""
-        self.slots[node] = self.free_slots.pop()
-        return self._slot_path(node)
+        slot = self.slots[node] = self.free_slots.pop()
+        path = self._slot_paths[node] = (*self._slot_path(self.parents[node]), slot)
+        return path
 
     def _slot_path(self, node: int) -> tuple[int, ...]:
         if (path := self._slot_paths.get(node)) is None:
