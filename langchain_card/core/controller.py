@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.costs import MAX_SURPRISE, ROW_COST, SHORTEST, SIZE_DECAY, CostModel, Mean, Speed
-from langchain_card.core.drafter_state import Calibration, chance_class
+from langchain_card.core.drafter_state import Calibration
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
 
@@ -362,8 +362,7 @@ class Controller:
 
     def trust(self, source: str, stated_logp: float) -> tuple[float, float]:
         """Return the calibrated log chances of a listed and of an unlisted candidate."""
-        about = chance_class(stated_logp)
-        return stated_logp + self._listed[source].lower[about], stated_logp + self._unlisted[source].lower[about]
+        return self._listed[source].score(stated_logp), self._unlisted[source].score(stated_logp)
 
     def observe_token(self, text: TextStats, *, hit: bool, first: bool) -> None:
         """Learn how often the cache is right."""

@@ -8,9 +8,9 @@ here: `is_valid` is checked where they enter this process, from a drafter's own 
 
 from __future__ import annotations
 
-import bisect
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -212,11 +212,6 @@ def _is_well_typed(proposal: Proposal) -> bool:
     return int not in types or not any(type(n) is int and abs(n) > MAX_NUMBER for n in numbers)
 
 
-def chance_class(stated_logp: float) -> int:
-    """Return the number of a stated log chance's class in `CHANCES`."""
-    return bisect.bisect_left(_SCORES, stated_logp)
-
-
 class Calibration:
     """The chances that one drafter states, lowered to the share of them that came true.
 
@@ -225,20 +220,21 @@ class Calibration:
 
     Args:
         prior: share of a stated chance that is trusted before anything was learned.
-
-    Attributes:
-        lower: [classes of stated chances] what is added to a stated log chance.
     """
 
     def __init__(self, prior: float = 1.0) -> None:
         self._stated = [Mean(chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
         self._true = [Mean(prior * chance, PRIOR_WEIGHT, CHANCE_DECAY) for chance in CHANCES]
-        self.lower = [math.log(prior)] * len(CHANCES)
+        self._lower = [math.log(prior)] * len(CHANCES)
+
+    def score(self, stated: float) -> float:
+        """Return the log chance to use in place of the stated one."""
+        return stated + self._lower[bisect_left(_SCORES, stated)]
 
     def learn(self, stated: float, *, taken: bool) -> None:
         """Learn whether a candidate was `taken`, when the token after its parent was committed."""
-        about = chance_class(stated)
+        about = bisect_left(_SCORES, stated)
         believed, true = self._stated[about], self._true[about]
         believed.add(math.exp(stated))
         true.add(taken)
-        self.lower[about] = min(0.0, math.log(max(true.value, MIN_CHANCE) / max(believed.value, MIN_CHANCE)))
+        self._lower[about] = min(0.0, math.log(max(true.value, MIN_CHANCE) / max(believed.value, MIN_CHANCE)))
