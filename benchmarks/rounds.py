@@ -1,12 +1,13 @@
 """What a round costs besides its steps.
 
-    python benchmarks/rounds.py (some minutes)
+    python benchmarks/rounds.py [--no-logits] (some minutes; one without logits)
     python benchmarks/rounds.py --pair SET [--count N] (a minute)
     python benchmarks/rounds.py --predict SET [--count N] (two minutes)
 
-The first prints the thread time of a round besides the two forward passes. Recorded text is replayed through the real
-coordinator and the real draft tree. The draft expands as many nodes as it may, however unlikely. Three runs do the
-same, and the fastest time of each operation counts, because hosts are noisy.
+The first prints the thread time of a draft step and a pass besides the two forward passes, and that of a round, which
+has several steps. Recorded text is replayed through the real coordinator and the real draft tree. The draft expands as
+many nodes as it may, however unlikely. Three runs do the same, and the fastest time of each operation counts, because
+hosts are noisy. The draft worker's checks of a proposal are not included.
 
 The second prints the time of a round of the built-in pair beside that of its steps, under `plain` and `sequential`. A
 round goes from one verdict to the next; those in which a text was read are left out.
@@ -73,13 +74,13 @@ class MeteredDrafter(ToyDrafter):
     def step(self, budgets):
         tree = self.trees[budgets[0].request_id]
         step = self.meter("choose", DraftStep.plan, tree, budgets[0], (tree.tokens[tree.root],), lambda token_id: True)
-        children = [self._children(tree, way) for way in step.token_paths]
+        children = [self._children(tree, way) for way in self.meter("choose", lambda: step.token_paths)]
         return [self.meter("draft tree", self._grow, step, children)]
 
     def _grow(self, step, children):
         step.place(tuple)
         step.settle(children)
-        return step.publish(self.name, step.expanded, self.step_time(len(step.token_paths)))
+        return step.publish(self.name, step.expanded, self.step_time(step.num_rows))
 
 
 def replay(limits):
@@ -100,14 +101,15 @@ def replay(limits):
 
 
 def measure(limits):
-    """Return nodes, rows, and milliseconds of each part of a step and of a pass, and of all parts together."""
+    """Return nodes and rows; milliseconds of each part of a step and of a pass, of all parts, and of a round."""
     (meter, stats), *more = [replay(limits) for _ in range(3)]
     ms = {part: 1e3 * sum(map(min, meter[part], *(again[part] for again, _ in more))) for part in meter}
     ms["draft tree"] += ms["choose"]
     ms["take in"] += ms["in commit"]
     ms["commit"] -= ms["in commit"]
     parts = [ms[part] / (stats.draft_steps if of == "step" else stats.rounds) for part, of in PARTS.items()]
-    return stats.mean_draft_width, stats.mean_window, *parts, sum(parts)
+    a_round = sum(ms[part] for part in PARTS) / stats.rounds
+    return stats.mean_draft_width, stats.mean_window, *parts, sum(parts), a_round
 
 
 def logits_to_ids(rows, params):
@@ -240,11 +242,13 @@ if __name__ == "__main__":
     pair.add_argument("--pair", metavar="SET", help="measure the built-in pair on prompts of this set or file")
     pair.add_argument("--predict", metavar="SET", help="compare the built-in pair with the virtual clock")
     parser.add_argument("--count", type=int, default=6, help="prompts (6)")
+    parser.add_argument("--no-logits", action="store_true", help="leave out logits -> ids, which take most of the time")
     args = parser.parse_args()
     if args.pair or args.predict:
         measure_pair(args.pair, args.count) if args.pair else compare_with_clock(args.predict, args.count)
         sys.exit()
-    titles = ("limits", "nodes", "rows", *(f"{part}, a {of}" for part, of in PARTS.items()), "together, ms")
+    parts = [f"{part}, a {of}" for part, of in PARTS.items()]
+    titles = ("limits", "nodes", "rows", *parts, "together, ms", "a round, ms")
     print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
     for name, n in product(LIMITS, (8, 16, 64)):
         nodes, rows, *figures = measure(replace(LIMITS[name], max_window=n, max_draft_width=n))
@@ -252,6 +256,8 @@ if __name__ == "__main__":
             f"| {name}, {n} | {nodes:.0f} | {rows:.0f} | " + " | ".join(f"{ms:.3f}" for ms in figures) + " |",
             flush=True,
         )
+    if args.no_logits:
+        sys.exit()
     with contextlib.suppress(ImportError):
         import torch
 

@@ -11,11 +11,10 @@ its chance is lower.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 DEAD = -1
@@ -111,8 +110,7 @@ class CandidateTree:
         score, unlisted_logp = trusted_logps or (stated_logp, stated_logp)
         node = children.get(token)
         if node is None:
-            node = children[token] = self._append(parent, token, source)
-            self._set_score(node, source, stated_logp, score, unlisted_logp)
+            node = children[token] = self._append(parent, token, source, stated_logp, score, unlisted_logp)
         elif from_model != (node in self.listed_by_model):
             if from_model:  # the first model that lists it
                 self._set_score(node, source, stated_logp, score, unlisted_logp)
@@ -140,11 +138,11 @@ class CandidateTree:
 
     def _prune(self) -> None:
         """Remove the children of all nodes that are neither the root nor below it."""
-        living = [self.root]
+        before = self._children
+        living = [self.root] if self.root in before else []  # and with children
         for node in living:
-            if node in self._children:
-                living += self._children[node].values()
-        self._children = {node: self._children[node] for node in living if node in self._children}
+            living += filter(before.__contains__, before[node].values())
+        self._children = {node: before[node] for node in living}
         self._pruned = True
 
     def _committed(self, parent: int, token: int) -> int:
@@ -161,7 +159,8 @@ class CandidateTree:
 
     def first_child(self) -> int:
         """Return the likeliest child of the root, or `DEAD`."""
-        return max(self._children.get(self.root, {}).values(), key=self._score, default=DEAD)
+        scores, children = self._scores(self.root), self.children(self.root)
+        return children[scores.index(max(scores))] if children else DEAD
 
     def advance(self, token: int) -> bool:
         """Commit `token`: the root moves to it, and everything beside it is dead.
@@ -190,29 +189,32 @@ class CandidateTree:
 
     def _likeliest(self, budget: int) -> Subtree:
         nodes: list[int] = []
-        chances: list[float] = []
+        logs: list[float] = []  # negated
         heap: list[tuple[float, int]] = []
         reached, node = 0.0, self.root
         while len(nodes) < budget:
-            children = self._children.get(node, {}).values()
-            reached += self._excess(children)
-            for child in children:
-                heapq.heappush(heap, (reached - self._score(child), child))
+            if children := self._children.get(node):
+                scores = self._scores(node)
+                reached += _excess(scores)
+                for child, score in zip(children.values(), scores):  # noqa: B905
+                    heappush(heap, (reached - score, child))
             if not heap:
                 break
-            reached, node = heapq.heappop(heap)
+            reached, node = heappop(heap)
             nodes.append(node)
-            chances.append(math.exp(-reached))
-        return nodes, chances
+            logs.append(reached)
+        return nodes, [math.exp(-log) for log in logs]
 
     def best_chain(self, budget: int) -> tuple[list[int], list[float]]:
         """Return the chain of likeliest children below the root, at most `budget` nodes, and the chance of each."""
         chosen: list[int] = []
         chances: list[float] = []
         reached, node = 0.0, self.root
-        while len(chosen) < budget and (children := self._children.get(node, {}).values()):
-            node = max(children, key=self._score)
-            reached += self._score(node) - self._excess(children)
+        while len(chosen) < budget and (children := self.children(node)):
+            scores = self._scores(node)
+            best = max(scores)
+            node = children[scores.index(best)]
+            reached += best - _excess(scores)
             chosen.append(node)
             chances.append(math.exp(reached))
         return chosen, chances
@@ -221,37 +223,45 @@ class CandidateTree:
         """Return whether a model has expanded the parent and has not listed the node."""
         return node not in self.listed_by_model and self.parents[node] in self.expanded_by_model
 
-    def _score(self, node: int) -> float:
-        return min(self.scores[node], self.unlisted_logps[node]) if self.is_unlisted(node) else self.scores[node]
-
-    def _excess(self, children: Collection[int]) -> float:
-        """Return the log of the children's total chance where it exceeds 1: drafters that disagree share it."""
-        return math.log(max(1.0, sum(math.exp(self._score(node)) for node in children)))
+    def _scores(self, node: int) -> list[float]:
+        """Return the scores of the children of a node, oldest first."""
+        children, scores = self._children.get(node, {}).values(), self.scores
+        if node not in self.expanded_by_model:
+            return [scores[child] for child in children]
+        listed, unlisted = self.listed_by_model, self.unlisted_logps
+        return [scores[child] if child in listed else min(scores[child], unlisted[child]) for child in children]
 
     def covered(self, node: int) -> float:
         """Return the chance that the token after a node is among its children."""
-        return sum(math.exp(self._score(child)) for child in self.children(node))
+        return sum(map(math.exp, self._scores(node)))
 
     def depth(self, node: int) -> int:
         """Return the depth of a living node below the root."""
         return self._depths[node] - self._depths[self.root]
 
+    def deepest(self, nodes: Iterable[int]) -> int:
+        """Return the deepest of some nodes, the first of several; the root if there are none."""
+        return max(nodes, key=self._depths.__getitem__, default=self.root)
+
     def living(self) -> list[int]:
         """Return the root and all nodes below it."""
         return [self.root, *(child for children in self._children.values() for child in children.values())]
 
-    def sweep(self) -> dict[int, int]:
-        """Forget dead nodes.
+    def sweep(self) -> list[int]:
+        """Forget all nodes but the committed path and what is alive.
 
         Returns:
-            New number of every node that stays: the committed path and all that is alive.
+            New number of every node, `DEAD` for those that are forgotten, and at the end for `DEAD` itself.
         """
         self._prune()
         stay = [*self.path[:-1], *sorted(self.living())]
-        new = {old: i for i, old in enumerate(stay)}
-        self.parents = [new.get(self.parents[n], DEAD) for n in stay]
+        new = [DEAD] * (len(self) + 1)
+        for i, old in enumerate(stay):
+            new[old] = i
+        self.parents = [new[self.parents[n]] for n in stay]
         for name in _PER_NODE:
-            setattr(self, name, [getattr(self, name)[n] for n in stay])
+            values = getattr(self, name)
+            setattr(self, name, [values[n] for n in stay])
         self._children = {
             new[node]: {token: new[child] for token, child in children.items()}
             for node, children in self._children.items()
@@ -259,21 +269,34 @@ class CandidateTree:
         self.root = new[self.root]
         self.path = [new[n] for n in self.path]
         for name in ("expanded_by_model", "listed_by_model"):
-            setattr(self, name, {new[n] for n in getattr(self, name) if n in new})
+            setattr(self, name, {new[n] for n in getattr(self, name)} - {DEAD})
         self._best = None
         return new
 
-    def _append(self, parent: int, token: int, source: str) -> int:
-        node, depth = len(self.tokens), self._depths[parent] + 1
+    def _append(
+        self,
+        parent: int,
+        token: int,
+        source: str,
+        stated_logp: float = 0.0,
+        score: float = 0.0,
+        unlisted_logp: float = 0.0,
+    ) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
-        self.scores.append(0.0)
+        self.scores.append(min(score, 0.0))
         self.sources.append(source)
-        self.origins.append((source, 0.0))
-        self.unlisted_logps.append(0.0)
-        self._depths.append(depth)
+        self.origins.append((source, stated_logp))
+        self.unlisted_logps.append(unlisted_logp)
+        self._depths.append(self._depths[parent] + 1)
         self._best = None
-        return node
+        return len(self.tokens) - 1
+
+
+def _excess(scores: Sequence[float]) -> float:
+    """Return the log of the children's total chance where it exceeds 1: drafters that disagree share it."""
+    total = sum(map(math.exp, scores))
+    return math.log(total) if total > 1.0 else 0.0
 
 
 class Frontier(NamedTuple):
@@ -311,16 +334,18 @@ def frontier(
         min_chance: nodes that the answer reaches with a smaller chance are left out.
     """
     nodes, chances = tree.best_subtree(budget)
-    reached = {tree.root: 1.0, **dict(zip(nodes, chances))}  # noqa: B905
-    likely = itertools.takewhile(lambda at: at[1] >= min_chance, reached.items())
-    open_ = (at for at in likely if at[0] not in expanded and (at[0] in published or at[0] == tree.root))
-    chosen = [*itertools.islice(open_, width)]
+    chosen = list[tuple[int, float]]()
+    for node, chance in zip((tree.root, *nodes), (1.0, *chances)):  # noqa: B905
+        if chance < min_chance or len(chosen) == width:
+            break
+        if node not in expanded and (node in published or node == tree.root):
+            chosen.append((node, chance))
     if not chosen:
         return Frontier([])
     first, reach = chosen[0]
     below, others = {first}, list[float]()
-    for node in nodes:
+    for node, chance in zip(nodes, chances):  # noqa: B905
         if tree.parents[node] in below:
             below.add(node)
-            others.append(reached[node])
+            others.append(chance)
     return Frontier([chance * max(0.0, 1.0 - tree.covered(node)) for node, chance in chosen], reach, others)

@@ -7,22 +7,13 @@ Its currency is the engine's own time per token: a step or a row that takes `t` 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from langchain_card.config import Limits, Pins, Schedule
 from langchain_card.core.candidates import Frontier
-from langchain_card.core.costs import (
-    MAX_SURPRISE,
-    ROW_COST,
-    SHORTEST,
-    SIZE_DECAY,
-    CostModel,
-    Mean,
-    Speed,
-)
+from langchain_card.core.costs import MAX_SURPRISE, ROW_COST, SHORTEST, SIZE_DECAY, CostModel, Mean, Speed
 from langchain_card.core.drafter_state import Calibration
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
@@ -238,12 +229,19 @@ class Controller:
             drafted = chain * costs.per_expected.value
         return self._seconds_undrafted(load, text, self._undrafted(load)) - drafted
 
+    def may_wait(self, load: Load, lead: int) -> bool:
+        """Return False if drafting the lead takes as long as a round: waiting for a slower draft gains nothing."""
+        if not lead or self.pins.lead is not None:
+            return True
+        costs = self.costs_of(load)
+        return (lead + 1) * costs.draft_share(1) < costs.target.at(load.num_seqs) / load.num_seqs
+
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Weigh a draft step by measured times and hits.
 
-        Under `parallel` the draft works while the target does. If drafting the lead takes as long as a round, the draft
-        is the slower of the two, and waiting for it gains nothing. Under `sequential` requests share a step: those for
-        which it is worth most take it, as long as all of them gain more than the step takes.
+        Under `parallel` the draft works while the target does, and must be the faster of the two. Under `sequential`
+        requests share a step: those for which it is worth most take it, as long as all of them gain more than the step
+        takes.
         """
         if self.pins.lead is not None:
             return [at.lead < self.pins.lead for at in frontiers]
@@ -323,7 +321,7 @@ class Controller:
         self.choice.observe_round(self._measured_as(load))
         costs.target.observe(rows, elapsed)
         costs.pace.add(tokens / len(texts))
-        probes = self.costs_of(load._replace(drafting=True))
+        probes = costs if load.drafting else self.costs_of(load._replace(drafting=True))
         probes.draft_probe.count(seen=any(drafted))
         probes.read_probe.count(seen=False)
         costs.window_probe.count(seen=rows > len(texts))
@@ -333,11 +331,12 @@ class Controller:
         if since_last is None:
             return
         costs.per_token.add(since_last / tokens, tokens)
-        hits = statistics.fmean(text.hits.value for text in texts)
         if not any(drafted):
             costs.per_pass.add(min(max(since_last / max(elapsed, SHORTEST), 1.0), MAX_SURPRISE))
-        elif all(drafted) and costs.known and (expected := self._by_model(load, hits, costs)):
-            costs.observe_expected(since_last / tokens / expected, tokens)
+        elif all(drafted) and costs.known:
+            hits = math.fsum(text.hits.value for text in texts) / len(texts)
+            if expected := self._by_model(load, hits, costs):
+                costs.observe_expected(since_last / tokens / expected, tokens)
 
     def observe_draft_step(
         self, load: Load, text: TextStats, nodes: int, together: int, elapsed: float, layers: int

@@ -137,7 +137,7 @@ class Coordinator:
 
     def _verify(self, states: Sequence[RequestState], now: float) -> m.Verify:
         drafting = any(map(self.query.drafts, states))
-        loads = [self.scheduler.load(state)._replace(drafting=drafting) for state in states]
+        loads = [self.scheduler.load(state, drafting=drafting) for state in states]
         windows = self.query.open_windows(states, loads, self._next_step_id, now)
         self._next_step_id += len(windows)
         texts = [state.text for state in states]
@@ -206,8 +206,9 @@ class Coordinator:
         drafted = any(state.tree.root in drafter.expanded for drafter in state.drafters.values())
         tree, first = state.tree, state.tree.first_child()
         for child in tree.children(tree.root):
+            source, stated = tree.origins[child]
             taken, unlisted = tree.tokens[child] == token, tree.is_unlisted(child)
-            self.policy.observe_candidate(*tree.origins[child], taken=taken, unlisted=unlisted)
+            self.policy.observe_candidate(source, stated, taken=taken, unlisted=unlisted)
         hit = tree.advance(token)
         if drafted:
             self.policy.observe_token(state.text, hit=hit, first=hit and tree.root == first)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 DECAY = 0.9
 """Weight of the past against one new observation."""
@@ -65,9 +65,7 @@ class Mean:
     __slots__ = ("_decay", "value", "weight")
 
     def __init__(self, prior: float = 0.0, weight: float = 0.0, decay: float = DECAY) -> None:
-        self.value = prior
-        self.weight = weight
-        self._decay = decay
+        self.value, self.weight, self._decay = prior, weight, decay
 
     def copy(self) -> Mean:
         """Return an independent copy."""
@@ -75,8 +73,9 @@ class Mean:
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Add one observation; a `weight` below 1 adds a part of one."""
-        self.weight = self.weight * self._decay ** min(weight, 1.0) + weight
-        self.value += (value - self.value) * weight / self.weight
+        decay = self._decay if weight >= 1.0 else self._decay**weight
+        self.weight = total = self.weight * decay + weight
+        self.value += (value - self.value) * weight / total
 
 
 @dataclass(slots=True)
@@ -84,8 +83,7 @@ class Factor:
     """A factor of step times, as far as it is known.
 
     Attributes:
-        value: its likeliest value.
-        variance: of its logarithm.
+        value, variance: its likeliest value; the variance of its logarithm.
     """
 
     value: float = 1.0
@@ -162,8 +160,7 @@ class SizeTime(Factor):
     """The time of a step of one size, in seconds at the first pace.
 
     Attributes:
-        rows: mean number of rows.
-        steps: number of measured steps.
+        rows, steps: mean number of rows; number of measured steps.
         last: number of steps of the device at the last one.
     """
 
@@ -189,14 +186,14 @@ class StepTimes:
 
     def __init__(self, pace: Pace | None = None) -> None:
         self.pace, self.steps = pace or Pace(Speed()), 0.0
-        self._sizes: dict[int, SizeTime] = {}
-        self._points: list[tuple[float, float]] = []
+        self._sizes: dict[int, SizeTime] = {}  # ascending
+        self._rows, self._seconds = list[float](), list[float]()  # [sizes] ascending; at the first pace
 
     def copy(self, pace: Pace) -> StepTimes:
         """Return the times as a first guess for another load on the same device."""
         copied, own = StepTimes(pace), self.pace.own.value
         copied.steps = self.steps
-        copied._points = [(rows, own * seconds) for rows, seconds in self._points]
+        copied._rows, copied._seconds = self._rows, [own * seconds for seconds in self._seconds]
         for about, size in self._sizes.items():
             variance = max(size.variance, GUESS)
             copied._sizes[about] = replace(size, value=own * size.value, variance=variance, rows=size.rows.copy())
@@ -207,7 +204,9 @@ class StepTimes:
         self.pace.resume()
         usual = self.at(rows) or elapsed
         elapsed = max(SHORTEST, min(elapsed, MAX_SURPRISE * usual))
-        size = self._sizes.setdefault(_size(rows), SizeTime(last=self.pace.speed.steps))
+        if (about := _size(rows)) not in self._sizes:
+            self._sizes = dict(sorted([*self._sizes.items(), (about, SizeTime(last=self.pace.speed.steps))]))
+        size = self._sizes[about]
         if size.steps + weight <= FIRST or (size.steps <= FIRST and elapsed < usual):
             size.value, size.variance = elapsed / self.pace.value, STEP_NOISE
         else:
@@ -217,9 +216,10 @@ class StepTimes:
         self.pace.end_step(weight)
         size.last = self.pace.speed.steps
         size.rows.add(rows, weight)
-        self._points = sorted((size.rows.value, size.value) for size in self._sizes.values())
-        for i in reversed(range(len(self._points) - 1)):  # more rows are never faster: the measurement was disturbed
-            self._points[i] = self._points[i][0], min(self._points[i][1], self._points[i + 1][1])
+        sizes = self._sizes.values()
+        self._rows = [size.rows.value for size in sizes]
+        seconds = accumulate([size.value for size in reversed(sizes)], min)
+        self._seconds = [*seconds][::-1]  # more rows are never faster: the measurement was disturbed
 
     def at(self, rows: float = 1) -> float:
         """Return the seconds of a step over `rows` rows, interpolated between measured sizes; 0 without any.
@@ -228,13 +228,13 @@ class StepTimes:
         So below all measured sizes, a row saves at most what one more costs there. This much is expected: small steps
         are tried, and measured.
         """
-        points = self._points
-        if not points:
+        if not self._rows:
             return 0.0
-        i = max(1, bisect.bisect_left(points, (rows, 0.0)))
-        (few, low), (many, high) = points[i - 1], points[min(i, len(points) - 1)]
-        slope = (high - low) / (many - few) if many > few else self._slope()
-        return self.pace.value * max(low + max(slope, 0.0) * (rows - few), low * min(1.0, rows / few))
+        i = bisect_left(self._rows, rows) or 1
+        few, low = self._rows[i - 1], self._seconds[i - 1]
+        slope = (self._seconds[i] - low) / (self._rows[i] - few) if i < len(self._rows) else self._slope()
+        seconds = low + slope * (rows - few)
+        return self.pace.value * (seconds if rows >= few else max(seconds, low * (rows / few)))
 
     def knows(self, rows: int) -> bool:
         """Return whether steps of this size were measured under this load, and not too long ago."""
@@ -247,10 +247,8 @@ class StepTimes:
         return (self.at(rows + more) - self.at(rows)) / more
 
     def _slope(self) -> float:
-        if not self._points:
-            return 0.0
-        (few, low), (many, high) = self._points[0], self._points[-1]
-        return max(0.0, high - low) / (many - few) if many > few else ROW_COST * low
+        few, many, low, high = self._rows[0], self._rows[-1], self._seconds[0], self._seconds[-1]
+        return (high - low) / (many - few) if many > few else ROW_COST * low
 
 
 def _size(rows: int) -> int:
@@ -388,13 +386,15 @@ class CostModel:
             chances: [requests] chances of the candidates, likeliest first.
             prices: [requests] seconds that a token is worth.
         """
-        fewest = self.target.at(len(chances))
-        gained, best, count = 0.0, 0.0 if self.target.knows(len(chances)) else GUESS_ERROR * fewest, 0
-        order = sorted((-chance * prices[request], request) for request, row in enumerate(chances) for chance in row)
-        for i, (negated, _) in enumerate(order, 1):
-            gained -= negated
-            worth = gained - (self.target.at(len(chances) + i) - fewest)
-            if worth > best:
-                best, count = worth, i
-        widths = Counter(request for _, request in order[:count])
-        return [widths[request] for request in range(len(chances))]
+        rows, fewest = len(chances), self.target.at(len(chances))
+        best, count = 0.0 if self.target.knows(rows) else GUESS_ERROR * fewest, 0
+        order = sorted([(-chance * prices[request], request) for request, row in enumerate(chances) for chance in row])
+        gains = [*accumulate(-negated for negated, _ in order)]
+        for i, gained in enumerate(gains, 1):
+            cost = self.target.at(rows + i) - fewest
+            if gained - cost > best:
+                best, count = gained - cost, i
+            elif gains[-1] - cost <= best:
+                break  # all that is left is not worth its rows
+        taken = [request for _, request in order[:count]]
+        return [taken.count(request) for request in range(rows)]

@@ -8,10 +8,10 @@ here: `is_valid` is checked where they enter this process, from a drafter's own 
 
 from __future__ import annotations
 
-import bisect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -124,19 +124,19 @@ class DrafterState:
         Returns:
             How many nodes were dropped because their branch is dead, they have no chance, or the tree is full.
         """
-        nodes, number = self.nodes, proposal.first
+        nodes, number, source, insert = self.nodes, proposal.first, proposal.source, tree.insert
         bound = len(tree.path) + (max_nodes if from_model else max_nodes // 2)
         for parent, token, stated in zip(proposal.parents, proposal.token_ids, proposal.scores):  # noqa: B905
-            if len(tree) < bound and stated > -math.inf:
+            if (above := nodes[parent]) != DEAD and stated > -math.inf and len(tree) < bound:
                 logps = (stated, stated) if trust is None else trust(stated)
-                nodes[number] = tree.insert(nodes[parent], token, stated, proposal.source, logps, from_model=from_model)
+                nodes[number] = insert(above, token, stated, source, logps, from_model=from_model)
             number += 1
         expanded = [nodes[number] for number in proposal.expanded if nodes[number] != DEAD]
         self.expanded.update(expanded)
         if from_model:
             tree.mark_expanded(expanded)
         entered = [node for node in nodes[proposal.first : number] if node != DEAD]
-        self.deepest = max((self._deepest(tree), *entered), key=tree.depth)
+        self.deepest = tree.deepest([self._deepest(tree), *entered])
         self.published.update(entered)
         return number - proposal.first - len(entered)
 
@@ -148,14 +148,14 @@ class DrafterState:
     def _deepest(self, tree: CandidateTree) -> int:
         if tree.is_alive(self.deepest):
             return self.deepest
-        return max(self.published.intersection(tree.living()), key=tree.depth, default=tree.root)
+        return tree.deepest(self.published.intersection(tree.living()))
 
-    def renumber(self, new: Mapping[int, int]) -> None:
+    def renumber(self, new: Sequence[int]) -> None:
         """Follow a sweep of the tree; nodes that were swept out are dead."""
-        self.nodes = [new.get(node, DEAD) for node in self.nodes]
-        self.published = {new[node] for node in self.published if node in new}
-        self.expanded = {new[node] for node in self.expanded if node in new}
-        self.deepest = new.get(self.deepest, 0)
+        self.nodes = [new[node] for node in self.nodes]
+        self.published = {new[node] for node in self.published} - {DEAD}
+        self.expanded = {new[node] for node in self.expanded} - {DEAD}
+        self.deepest = max(0, new[self.deepest])
 
 
 def _within(numbers: Sequence[int], bound: int) -> bool:
@@ -207,7 +207,9 @@ def _is_well_typed(proposal: Proposal) -> bool:
     if integers | {*map(type, p.expanded)} != {int}:
         return False
     numbers = (p.elapsed, p.reading, *p.scores)
-    return {*map(type, numbers)} <= {int, float} and not any(type(n) is int and abs(n) > MAX_NUMBER for n in numbers)
+    if not (types := {*map(type, numbers)}) <= {int, float}:
+        return False
+    return int not in types or not any(type(n) is int and abs(n) > MAX_NUMBER for n in numbers)
 
 
 class Calibration:
@@ -227,12 +229,12 @@ class Calibration:
 
     def score(self, stated: float) -> float:
         """Return the log chance to use in place of the stated one."""
-        return stated + self._lower[bisect.bisect_left(_SCORES, stated)]
+        return stated + self._lower[bisect_left(_SCORES, stated)]
 
     def learn(self, stated: float, *, taken: bool) -> None:
         """Learn whether a candidate was `taken`, when the token after its parent was committed."""
-        about = bisect.bisect_left(_SCORES, stated)
-        self._stated[about].add(math.exp(stated))
-        self._true[about].add(taken)
-        true, believed = max(self._true[about].value, MIN_CHANCE), max(self._stated[about].value, MIN_CHANCE)
-        self._lower[about] = min(0.0, math.log(true / believed))
+        about = bisect_left(_SCORES, stated)
+        believed, true = self._stated[about], self._true[about]
+        believed.add(math.exp(stated))
+        true.add(taken)
+        self._lower[about] = min(0.0, math.log(max(true.value, MIN_CHANCE) / max(believed.value, MIN_CHANCE)))

@@ -122,6 +122,12 @@ class Policy(Protocol):
         """Return for how many requests a draft may read in one step."""
         ...
 
+    def may_wait(self, load: Load, lead: int) -> bool:
+        """Return whether a round may wait for a draft under `parallel` whose candidates are `lead` deep.
+
+        False spares the search for what the draft would expand; `draft_pays` decides the rest.
+        """
+
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Return for each request whether its round should take one more draft step before it verifies.
 

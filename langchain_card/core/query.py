@@ -69,11 +69,16 @@ class Query:
     def _await_draft(self, state: RequestState, load: Load, now: float) -> None:
         """Let a round wait for a draft that is at work, if that pays."""
         paced = [name for name in state.drafters if self.drafters[name].paced]
-        frontiers = [at for name in paced if (at := self._frontier(state, name, load)) is not None]
-        if not (self.drafts(state) and any(self.policy.draft_pays(load, [state.text], [at])[0] for at in frontiers)):
+        if not (self.drafts(state) and any(self._waiting_pays(state, name, load) for name in paced)):
             state.wait(now, None)
         elif state.wait_until is None:
             state.wait(now, now + self.policy.patience(load))
+
+    def _waiting_pays(self, state: RequestState, name: str, load: Load) -> bool:
+        if not self.policy.may_wait(load, state.drafters[name].lead(state.tree)):
+            return False
+        at = self._frontier(state, name, load)
+        return at is not None and self.policy.draft_pays(load, [state.text], [at])[0]
 
     def _grant_in_turns(self, states: Sequence[RequestState], load: Load, now: float) -> list[m.Effect]:
         """Grant one step of each drafter, which all of its requests share, to those for which it pays."""
@@ -150,18 +155,19 @@ class Query:
         return min(self.limits.max_window, state.tokens_left) - 1 if state.drafters and not state.failures else 0
 
     def _window(self, state: RequestState, candidates: Sequence[int], step_id: int) -> m.Window:
-        nodes = [state.tree.root, *candidates]
+        tree, nodes = state.tree, [state.tree.root, *candidates]
+        tokens, parents, sources = tree.tokens, tree.parents, tree.sources
         row = {node: i for i, node in enumerate(nodes)}
         return m.Window(
             request_id=state.request.request_id,
             step_id=step_id,
             start_position=len(state.request.prompt_ids) - 1 + len(state.output_ids),
-            token_ids=tuple(state.tree.tokens[node] for node in nodes),
-            parents=(m.ROOT, *(row[state.tree.parents[node]] for node in nodes[1:])),
+            token_ids=tuple([tokens[node] for node in nodes]),
+            parents=(m.ROOT, *[row[parents[node]] for node in candidates]),
             kept_rows=state.kept_rows,
             schedule=state.schedule,
             drafting=state.schedule == "parallel" and self.drafts(state),
-            sources=tuple(state.tree.sources[node] for node in candidates),
+            sources=tuple([sources[node] for node in candidates]),
         )
 
     def drafts(self, state: RequestState) -> bool:

@@ -92,9 +92,9 @@ class Scheduler:
         """True while the target has windows whose prompt it has not read to the end."""
         return any(state.window is not None for state in self.running.values())
 
-    def load(self, state: RequestState) -> Load:
+    def load(self, state: RequestState, *, drafting: bool = True) -> Load:
         """Return the load under which decisions for this request are made."""
-        return Load(state.schedule, max(1, self.working), self.longest)
+        return Load(state.schedule, max(1, self.working), self.longest, drafting)
 
     def pause(self, states: Iterable[RequestState], *, paused: bool) -> None:
         """Let requests pause whose consumers do not read, or go on."""

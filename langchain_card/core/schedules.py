@@ -141,11 +141,13 @@ def seconds_by_model(costs: CostModel, num_seqs: int, hits: float, max_lead: int
         return plain
     if not parallel:
         return min(plain, _with_a_chain(costs, num_seqs, hits, max_lead, num_seqs))
-    times = []
+    best, most = math.inf, 1 + hits * (1 / (1 - hits) - 1)  # tokens of an endless chain
     for lead in range(1, max_lead + 1):
+        if lead * step / most >= best:
+            break  # longer chains only take longer
         elapsed = max(costs.target.at(num_seqs * (lead + 1)), lead * step)
-        times.append(elapsed / (1 + hits * (tokens_of_chain(hits, lead) - 1)))
-    return min(times) / num_seqs
+        best = min(best, elapsed / (1 + hits * (tokens_of_chain(hits, lead) - 1)))
+    return best / num_seqs
 
 
 def with_a_chain(costs: CostModel, num_seqs: int, hits: float, max_lead: int) -> float:

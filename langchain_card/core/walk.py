@@ -8,6 +8,7 @@ sampling, because the target's draw is a function of its logits, the seed and th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -137,7 +138,7 @@ def _broken(rule: AcceptanceRule, limit: str) -> EngineError:
 
 def children(window: Window) -> dict[tuple[int, int], int]:
     """Return the rows of a window by parent and token."""
-    return {(parent, token): row for row, (parent, token) in enumerate(zip(window.parents, window.token_ids))}  # noqa: B905
+    return dict(zip(zip(window.parents, window.token_ids), itertools.count()))  # noqa: B905
 
 
 def mismatches(window: Window, target_ids: Sequence[int]) -> list[int]:

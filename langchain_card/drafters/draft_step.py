@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from langchain_card.core.messages import Proposal
 from langchain_card.drafters.lower_level import Guess, Guesses, GuessRequest, InVocabulary, LowerLevel
-from langchain_card.drafters.tree import HELD_BACK, MAX_NODES, DraftTree
+from langchain_card.drafters.tree import HELD_BACK, MAX_NODES, Children, DraftTree
 from langchain_card.ports import Budget
 
 MAX_WHOLE = 64
@@ -84,9 +84,14 @@ class DraftStep:
         return len(self.tree.free_slots) - num_rows - len(self.guesses)
 
     @property
+    def num_rows(self) -> int:
+        """Number of nodes and guesses."""
+        return len(self.heads) + len(self.guesses)
+
+    @property
     def token_paths(self) -> list[tuple[int, ...]]:
         """[rows] tokens from below the root down to each row."""
-        paths = [tuple(self.tree.tokens[node] for node in self.tree.path(head)) for head in self.heads]
+        paths = [*map(self.tree.token_path, self.heads)]
         for parent, token in self.guesses:
             paths.append((*paths[parent], token))
         return paths
@@ -98,7 +103,7 @@ class DraftStep:
 
     def add(self, guesses: Guesses, in_vocabulary: InVocabulary) -> None:
         """Add the guesses of the lower level that are in this level's vocabulary."""
-        self.guesses += guesses.rows(self.num_assumed, len(self.heads) + len(self.guesses), in_vocabulary)
+        self.guesses += guesses.rows(self.num_assumed, self.num_rows, in_vocabulary)
 
     def place(self, read: Read) -> tuple[Sequence[int], list[tuple[int, ...]] | None]:
         """Give every row a KV slot.
@@ -125,7 +130,7 @@ class DraftStep:
             paths.append((*paths[offset + parent], self._slots[-1]))
         return tokens, paths
 
-    def settle(self, children: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
+    def settle(self, children: Sequence[Children]) -> None:
         """Expand the heads, and those guesses that are children of expanded nodes.
 
         Args:
@@ -133,8 +138,7 @@ class DraftStep:
         """
         tree, nodes = self.tree, list[int | None](self.heads)
         tree.free_slots += self.text_slots
-        for head, listed in zip(self.heads, children):  # noqa: B905
-            tree.expand(head, *listed)
+        tree.expand_all(self.heads, children)
         for i, ((parent, token), listed) in enumerate(zip(self.guesses, children[len(self.heads) :], strict=True)):
             above, node = nodes[parent], None
             if above is not None:
@@ -145,7 +149,7 @@ class DraftStep:
             else:
                 tree.slots[node] = self._slots[i]
                 tree.expand(node, *listed)
-        self.expanded = sum(node is not None for node in nodes)
+        self.expanded = len(nodes) - nodes.count(None)
         depths = [1] * len(self.heads)
         for (parent, _), node in zip(self.guesses, nodes[len(self.heads) :], strict=True):
             depths.append(depths[parent] + 1 if node is not None else 0)

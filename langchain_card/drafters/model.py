@@ -233,7 +233,7 @@ class ModelDrafter:
         logits = torch.split(self._runner.step(batch), num_rows)
         for part, rows in zip(parts, batch, strict=True):
             rows.cache.keep(part.step.text_slots, part.step.text[: len(part.step.text_slots)])
-        sizes = [len(part.step.token_paths) for part in parts]
+        sizes = [part.step.num_rows for part in parts]
         return torch.cat([rows[-size:] for rows, size in zip(logits, sizes, strict=True)])
 
     def _shorten(self, token_ids: Sequence[int]) -> list[int]:
@@ -265,7 +265,7 @@ class ModelDrafter:
     def _expand(self, parts: Sequence[_Part], logits: Tensor) -> None:
         """Find the likeliest children after the rows of all parts; `logits` has the same rows in order."""
         best: list[Tensor] = []
-        sizes = [len(part.step.token_paths) for part in parts]
+        sizes = [part.step.num_rows for part in parts]
         for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
             best += self._best_children(part.sequence, part.step.token_paths, rows.float())
         chances, token_ids = torch.cat(best[::2]).tolist(), torch.cat(best[1::2]).tolist()

@@ -10,9 +10,10 @@ Dead nodes are dropped with each correction, in one pass; a step touches only th
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 from langchain_card.core.messages import Proposal
@@ -47,8 +48,11 @@ class Applied(NamedTuple):
     ranks: Sequence[int | None] = ()
 
 
-_HeldBack: TypeAlias = tuple[float, int, int, Sequence[int], Sequence[float]]
-"""The likeliest child held back: negated score, parent and rank; and the tokens and scores of all children."""
+Children: TypeAlias = tuple[Sequence[int], Sequence[float]]
+"""Tokens and scores of the children of a node, likeliest first."""
+
+_HeldBack: TypeAlias = tuple[float, int, int, Children]
+"""The likeliest child held back: negated `reached`, parent and rank; and all children of the parent."""
 
 
 class DraftTree:
@@ -87,7 +91,7 @@ class DraftTree:
         copied.epoch, copied.root, copied.published = self.epoch, self.root, self.published
         copied.children = {node: children.copy() for node, children in self.children.items()}
         names = ("output_ids", "tokens", "parents", "scores", "reached", "slots", "free_slots")
-        for name in (*names, "_open", "_held_back", "_slot_paths"):
+        for name in (*names, "_open", "_held_back", "_slot_paths", "_token_paths"):
             setattr(copied, name, getattr(self, name).copy())
         return copied
 
@@ -127,12 +131,13 @@ class DraftTree:
 
         While the root is open, it is taken alone.
         """
-        if self.root not in self.children:
+        open_, children = self._open, self.children
+        if self.root not in children:
             return [self.root]
-        least = self.reached[self.root] + math.log(min_chance) if min_chance else -math.inf
+        most = -self.reached[self.root] - math.log(min_chance) if min_chance else math.inf
         room, chosen = min(width, len(self.free_slots)), list[int]()
-        while self._open and len(chosen) < room and -self._open[0][0] >= least:
-            if (node := heapq.heappop(self._open)[1]) not in self.children:  # else it was expanded meanwhile
+        while open_ and len(chosen) < room and open_[0][0] <= most:
+            if (node := heappop(open_)[1]) not in children:  # else it was expanded meanwhile
                 chosen.append(node)
         return chosen
 
@@ -152,34 +157,37 @@ class DraftTree:
 
     def adopt(self, parent: int, token: int) -> int:
         """Return the node of a child; make it if it is not published."""
-        if (node := self.known(parent, token)) is None:
-            node = self.children[parent][token] = self._append(parent, token, math.log(MIN_CHANCE))
-        return node
+        if self.known(parent, token) is None:
+            self.children[parent][token] = HELD_BACK
+            self._add([(parent, 0, ([token], [math.log(MIN_CHANCE)]))])
+        return self.children[parent][token]
 
-    def path(self, node: int) -> list[int]:
-        """Return the nodes from the first one below the root down to `node`."""
-        nodes: list[int] = []
-        while node != self.root:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
+    def token_path(self, node: int) -> tuple[int, ...]:
+        """Return the tokens from below the root down to a living node."""
+        if (path := self._token_paths.get(node)) is None:
+            path = self._token_paths[node] = (*self.token_path(self.parents[node]), self.tokens[node])
+        return path
 
     def place(self, node: int) -> tuple[int, ...]:
         """Give a node a KV slot; return the slots on its path, all of whose nodes were forwarded."""
-        self.slots[node] = self.free_slots.pop()
-        return self._slot_path(node)
+        slot = self.slots[node] = self.free_slots.pop()
+        path = self._slot_paths[node] = (*self._slot_path(self.parents[node]), slot)
+        return path
 
     def _slot_path(self, node: int) -> tuple[int, ...]:
-        if node == self.root:
-            return ()
-        if node not in self._slot_paths:
-            self._slot_paths[node] = (*self._slot_path(self.parents[node]), self.slots[node])
-        return self._slot_paths[node]
+        if (path := self._slot_paths.get(node)) is None:
+            path = self._slot_paths[node] = (*self._slot_path(self.parents[node]), self.slots[node])
+        return path
 
-    def expand(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
+    def expand(self, node: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
         """Add the children of a node, likeliest first; `scores` are conditional on the node."""
-        self.children[parent] = dict.fromkeys(token_ids, HELD_BACK)
-        self._add(parent, 0, token_ids, scores)
+        self.expand_all([node], [(token_ids, scores)])
+
+    def expand_all(self, nodes: Sequence[int], listed: Sequence[Children]) -> None:
+        """Add the children of several nodes."""
+        for node, (token_ids, _) in zip(nodes, listed):  # noqa: B905
+            self.children[node] = dict.fromkeys(token_ids, HELD_BACK)
+        self._add(zip(nodes, repeat(0), listed))
 
     def publish(
         self,
@@ -213,25 +221,29 @@ class DraftTree:
             reading=reading,
         )
 
-    def _add(self, parent: int, rank: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
-        """Make nodes of the children from `rank` on that are likely enough, and always of the first child."""
-        children, reached = self.children[parent], self.reached[parent]
-        least = self.reached[self.root] + FLOOR - reached
-        while rank < len(scores) and ((score := scores[rank]) >= least or not rank):
-            if children[token_ids[rank]] == HELD_BACK:  # else it was adopted meanwhile
-                children[token_ids[rank]] = self._append(parent, token_ids[rank], score)
-            rank += 1
-        if rank < len(scores):
-            heapq.heappush(self._held_back, (-reached - scores[rank], parent, rank, token_ids, scores))
+    def _add(self, expanded: Iterable[tuple[int, int, Children]]) -> None:
+        """Make nodes of the children that are likely enough, and always of the first child.
 
-    def _append(self, parent: int, token: int, score: float) -> int:
-        node, reached = len(self.tokens), self.reached[parent] + score
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.scores.append(score)
-        self.reached.append(reached)
-        heapq.heappush(self._open, (-reached, node))
-        return node
+        Args:
+            expanded: expanded nodes; the rank of the first child to look at; and all children.
+        """
+        tokens, parents, all_scores, all_reached = self.tokens, self.parents, self.scores, self.reached
+        least, open_ = all_reached[self.root] + FLOOR, self._open
+        for parent, first, listed in expanded:
+            (token_ids, scores), children, above = listed, self.children[parent], all_reached[parent]
+            for rank in range(first, len(scores)):
+                token, score = token_ids[rank], scores[rank]
+                reached = above + score
+                if reached < least and rank:
+                    self._held_back.append((-reached, parent, rank, listed))
+                    break
+                if children[token] == HELD_BACK:  # else it was adopted meanwhile
+                    children[token] = node = len(tokens)
+                    tokens.append(token)
+                    parents.append(parent)
+                    all_scores.append(score)
+                    all_reached.append(reached)
+                    heappush(open_, (-reached, node))
 
     def _start_epoch(self) -> None:
         self.epoch += 1
@@ -244,29 +256,34 @@ class DraftTree:
         self.children: dict[int, dict[int, int]] = {}
         self.free_slots += self.slots.values()
         self.slots.clear()
-        self._slot_paths: dict[int, tuple[int, ...]] = {}  # node -> slots from below the root down to it
+        self._start_paths()
         self._open: list[tuple[float, int]] = []  # a heap of nodes
-        self._held_back: list[_HeldBack] = []  # a heap of expanded nodes, by their next child
+        self._held_back: list[_HeldBack] = []
+
+    def _start_paths(self) -> None:
+        """Forget the paths of all nodes: they begin below the root, which is another one."""
+        self._slot_paths: dict[int, tuple[int, ...]] = {self.root: ()}
+        self._token_paths: dict[int, tuple[int, ...]] = {self.root: ()}
 
     def _re_root(self, path: Sequence[int]) -> None:
         """Move the root down `path`; everything beside it is dead."""
         self.root = path[-1]
         self.published = max(self.published, self.root + 1)  # the root may be unpublished: it is committed now
-        living = [self.root]
-        for node in living:
-            if node in self.children:
-                living += self.children[node].values()
-        self.children = {node: self.children[node] for node in living if node in self.children}
-        slots, self._slot_paths = self.slots, {}
-        self.slots = {node: slots[node] for node in self.children if node != self.root}
-        self.free_slots += [slot for node, slot in slots.items() if node not in self.slots]
-        self._open = [entry for entry in self._open if self.parents[entry[1]] in self.children]
-        self._held_back = [entry for entry in self._held_back if entry[1] in self.children]
-        heapq.heapify(self._open)
-        heapq.heapify(self._held_back)
-        least = self.reached[self.root] + FLOOR
-        while self._held_back and -self._held_back[0][0] >= least:
-            self._add(*heapq.heappop(self._held_back)[1:])
+        before, children, slots = self.children, dict[int, dict[int, int]](), self.slots
+        expanded = [self.root] if self.root in before else []
+        for node in expanded:
+            below = children[node] = before[node]
+            expanded += filter(before.__contains__, below.values())
+        self.children = children
+        self.slots = {node: slots.pop(node) for node in children if node != self.root}
+        self.free_slots += slots.values()
+        self._start_paths()
+        parents = self.parents
+        self._open = [entry for entry in self._open if parents[entry[1]] in children]
+        heapify(self._open)
+        held_back, most = [entry for entry in self._held_back if entry[1] in children], -self.reached[self.root] - FLOOR
+        self._held_back = [entry for entry in held_back if entry[0] > most]
+        self._add(entry[1:] for entry in sorted(entry for entry in held_back if entry[0] <= most))
         if len(self.tokens) > MAX_NODES:
             self._renumber()
 
@@ -281,14 +298,12 @@ class DraftTree:
         self.tokens = [self.tokens[node] for node in alive]
         self.scores = [self.scores[node] for node in alive]
         self.reached = [self.reached[node] for node in alive]
-        self._slot_paths = {}
         self.slots = {new[node]: slot for node, slot in self.slots.items()}
         self.children = {
             new[node]: {token: new.get(child, HELD_BACK) for token, child in children.items()}
             for node, children in self.children.items()
         }
-        self._open = [(score, new[node]) for score, node in self._open]  # the order stays: still heaps
-        self._held_back = [
-            (score, new[node], rank, tokens, scores) for score, node, rank, tokens, scores in self._held_back
-        ]
+        self._open = [(score, new[node]) for score, node in self._open]  # the order stays: still a heap
+        self._held_back = [(score, new[node], rank, listed) for score, node, rank, listed in self._held_back]
         self.root = 0
+        self._start_paths()

@@ -181,10 +181,7 @@ def find_drafts(
 
 
 def _for_cpu(config: EngineConfig, draft: str, progress: Progress | None) -> EngineConfig:
-    """Return the configuration of a draft on the CPU beside a target on a GPU: in blocks where its kind has kernels.
-
-    The number format of the target's activations is not the draft's. Tests in float64 are.
-    """
+    """Return the configuration of a draft on the CPU beside a target on a GPU: in blocks where its kind has kernels."""
     config = replace(config, dtype="auto" if config.dtype in ("float16", "bfloat16") else config.dtype)
     if config.quantization != "auto" or config.dtype not in _BLOCK_DTYPES or _is_gguf(draft):
         return config

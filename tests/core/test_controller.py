@@ -51,6 +51,18 @@ def test_a_free_running_draft_is_waited_for_while_the_target_is_the_slower() -> 
     assert policy.patience(load) == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize("pins", [Pins(), Pins(lead=2)])
+def test_a_round_that_may_not_wait_would_find_no_step_that_pays(pins: Pins) -> None:
+    """Costs some milliseconds."""
+    policy, load = learnt("parallel", {1: 1.0, 4: 1.5}, {1: 4.0, 8: 4.5}, 2.0), Load("parallel")
+    policy.pins = pins
+    for lead in range(8):
+        may = policy.may_wait(load, lead)
+        assert may == (pins.lead is not None or (lead + 1) * 1.0 < 4.0)
+        assert may or not any(pays(policy, load, [0.9] * nodes, lead) for nodes in (1, 2, 4, 8))
+    assert Controller(shared_device=False).may_wait(load, 0), "nothing is known yet: the first step is measured"
+
+
 def test_a_node_is_expanded_when_its_row_costs_less_than_it_saves() -> None:
     free = learnt("parallel", {1: 0.01, 5: 0.01}, {1: 0.1}, 0.05).grant(Load("parallel"), hit=True)
     dear = learnt("parallel", {1: 0.01, 5: 0.02}, {1: 0.1}, 0.05).grant(Load("parallel"), hit=True)

@@ -187,14 +187,14 @@ def test_planted_the_target_waits_for_its_draft_for_ever(monkeypatch: Patch) -> 
 
 def test_planted_a_slot_is_freed_twice(monkeypatch: Patch) -> None:
     """A draft's KV slots that are free already are freed again with a correction."""
-    old, new = "self.free_slots += [", "self.free_slots += self.free_slots + ["
+    old, new = "self.free_slots += ", "self.free_slots += self.free_slots; self.free_slots += "
     monkeypatch.setattr(DraftTree, "_re_root", replaced(DraftTree._re_root, old, new, drafters))
     caught("KV slot is lost or shared", "one after the other")
 
 
 def test_planted_a_slot_is_used_twice(monkeypatch: Patch) -> None:
     """A hit frees the slots of the subtree that survives."""
-    bad = replaced(DraftTree._re_root, " if node not in self.slots]", "]", drafters)
+    bad = replaced(DraftTree._re_root, "slots.pop(node)", "slots[node]", drafters)
     monkeypatch.setattr(DraftTree, "_re_root", bad)
     caught("KV slot is lost or shared", "a draft dies between two steps")
 

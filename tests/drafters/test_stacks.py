@@ -106,7 +106,7 @@ def test_a_step_brings_a_path_of_nodes(models: Models, monkeypatch: pytest.Monke
 
     def watching(drafter: ModelDrafter, parts: Any) -> torch.Tensor:
         if drafter._lower is not None:
-            sizes.extend(len(part.step.token_paths) for part in parts)
+            sizes.extend(part.step.num_rows for part in parts)
         return forward(drafter, parts)
 
     monkeypatch.setattr(ModelDrafter, "_forward", watching)
@@ -224,7 +224,7 @@ def test_no_slot_is_lost_whatever_comes_true(seed: int) -> None:
             assert proposal.forwarded <= 3 + 4
         tree = upper.trees[0]
         node = draw.choice([tree.root, *likeliest(tree, tree.root)])
-        path = [tree.tokens[each] for each in tree.path(node)] or [draw.randrange(7)]
+        path = [*tree.token_path(node)] or [draw.randrange(7)]
         upper.correct(0, len(said), path)
         said += path
         for drafter in (upper, middle, lowest):

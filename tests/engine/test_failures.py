@@ -252,7 +252,7 @@ def enter(proposal: m.Proposal, source: DrafterState, cache: CandidateTree) -> i
 
 def texts(tree: DraftTree, node: int) -> list[int]:
     """Tokens from below the root down to `node`."""
-    return [tree.tokens[above] for above in tree.path(node)]
+    return [*tree.token_path(node)]
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_unread", "max_window", "max_lead"])

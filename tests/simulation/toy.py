@@ -207,7 +207,7 @@ class ToyDrafter:
             planned = DraftStep.plan(tree, budget, (tree.tokens[tree.root],), _in_vocabulary)
             steps.append(DraftStep(tree, budget) if unread else planned)
         elapsed, _ = add_guesses(steps, self._lower, _in_vocabulary)
-        if rows := sum(len(step.token_paths) for step in steps):
+        if rows := sum(step.num_rows for step in steps):
             elapsed += self.step_time(rows)
         for step in steps:
             step.place(tuple)
@@ -285,6 +285,10 @@ class FixedPolicy:
     def max_readers(self, load: Load) -> int:
         """Let all requests read at once."""
         return load.num_seqs
+
+    def may_wait(self, load: Load, lead: int) -> bool:
+        """Return True: `draft_pays` decides."""
+        return True
 
     def draft_pays(self, load: Load, texts: Sequence[TextStats], frontiers: Sequence[Frontier]) -> list[bool]:
         """Take every step, except that under `parallel` a round waits only for a first candidate."""

@@ -47,7 +47,7 @@ class RandomTree:
         tree = self._trees[budget.request_id]
         chosen = tree.choose(budget.width)
         for node in chosen:
-            path = [tree.tokens[each] for each in tree.path(node)]
+            path = [*tree.token_path(node)]
             rng = random.Random(repr((tree.output_ids, path)))
             tree.expand(node, rng.sample(TOKENS, 6), [math.log(0.3 / rank) for rank in range(1, 7)])
         return tree.publish(self.name, budget.request_id, forwarded=len(chosen), elapsed=1e-4)
