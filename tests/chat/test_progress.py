@@ -16,8 +16,8 @@ from nbclient import NotebookClient
 from langchain_card import CARDChatModel
 from langchain_card.chat import progress
 from langchain_card.chat.progress import ConsoleProgress, tokens
-from langchain_card.engine import engine
-from langchain_card.runtime.cpu import compiled
+from langchain_card.engine import build, engine
+from langchain_card.runtime.cpu import compilations
 from tests.support import ROOT
 
 STEPS = """
@@ -100,12 +100,23 @@ def test_amounts() -> None:
     assert tokens(2400) == "2,400 tokens" and progress.megabytes(98_400_000) == "98.4 MB"
 
 
-def test_kernels_that_no_cache_holds_are_compiled_before_the_model_is_loaded(
+def test_kernels_that_no_cache_holds_are_announced_as_they_begin(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiled, "num_compilations", lambda: 10**6)
+    announced = list[str]()
+
+    def start_driver(*args: Any) -> Any:
+        for _ in range(11):
+            compilations.begin()
+        announced.append(capsys.readouterr().err)
+        return build.start_driver(*args)
+
+    monkeypatch.setattr(engine, "start_driver", start_driver)
+    monkeypatch.setattr(compilations, "_begun", 0)
     monkeypatch.setattr(engine, "_compilations", 0)
     with CARDChatModel(**toy).load() as model:
-        assert "compile kernels for this CPU, once: a minute" in capsys.readouterr().err
-        assert model.engine.num_open == 0
+        lines = [line for line in announced[0].splitlines() if line.startswith("compile")]
+        assert lines == [f"compile kernels for this CPU, once: a minute ({count} so far)" for count in (1, 11)]
+        assert model.engine.num_open == 0 and engine._compilations == compilations.num_begun(), "two tokens, too"
+        compilations.begin()
         assert model.load() is model and not capsys.readouterr().err, "once"
