@@ -60,7 +60,7 @@ def compiled_c(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any
     return found
 
 
-class _Counter(event.Listener):  # type: ignore[misc]
+class _Counter(event.Listener):
     """Counts compilations of this package's functions: numba reports only those that no cache held."""
 
     def on_start(self, event: Any) -> None:
@@ -71,7 +71,7 @@ class _Counter(event.Listener):  # type: ignore[misc]
         pass
 
 
-event.register("numba:compile", _Counter())
+event.register("numba:compile", _Counter())  # type: ignore[no-untyped-call]
 
 
 def _stamp_cache(file: Any) -> None:
