@@ -25,7 +25,7 @@ from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.serve import error_bodies as problems
 from langchain_card.serve import metrics
 
-MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- generated: (\w+) -->$(?:\n\*Only the site has .*)?", re.MULTILINE)
 CALL_WORDS: Mapping[str, str] = {
     "stop": "Strings that end the answer, in place of the field's.",
     "max_completion_tokens": "The same as `max_tokens`.",

@@ -65,7 +65,7 @@ def about_machine() -> Iterator[str]:
     )
     absent = [extra for extra, package in EXTRAS.items() if importlib.util.find_spec(package) is None]
     if absent:
-        yield f"Extras that are not installed: {', '.join(absent)} (pip install 'langchain-card[{','.join(absent)}]')."
+        yield f"Extras that are not installed: {', '.join(absent)} (docs/install.md tells how)."
     yield from about_load()
 
 

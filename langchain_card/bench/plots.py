@@ -22,7 +22,7 @@ try:
     from matplotlib.font_manager import FontProperties, findfont, get_font
     from matplotlib.patches import Patch, Rectangle
 except ImportError as error:
-    hint = "pip install 'langchain-card[bench]'"
+    hint = "pip install matplotlib"
     raise InvalidInputError("--plot", "matplotlib", "is not installed", hint) from error
 
 HIT, MISS, OTHER, DRAFT, GUESSED, OWN = "#2a9d5c", "#d1495b", "#8a8f98", "#5b8fd6", "#cfe1f7", "#e6e6e6"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +9,14 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import BaseMessage
-from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 from typing_extensions import Self, override
 
-from langchain_card.chat.engine_holder import EngineHolder
+from langchain_card.chat.engine_holder import EngineHolder, names_of
 from langchain_card.chat.error_mapping import langchain_errors
-from langchain_card.chat.field_docs import JsonFields, fields_section
+from langchain_card.chat.field_docs import JsonFields
 from langchain_card.chat.reasoning import OPEN
-from langchain_card.chat.sampling_options import SamplingOptions, check_options, unknown_name
+from langchain_card.chat.sampling_options import SamplingOptions, check_options
 from langchain_card.chat.schemas import response_format_dict, tool_dicts
 from langchain_card.config import EngineConfig
 from langchain_card.models.headers import DEFAULT_MAX_LEN, chat_template, context_length
@@ -46,33 +44,16 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
     """Name of the model in answers and traces, if its own is not public; None for `model`."""
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{fields_section(cls)}\n"
-
-    @classmethod
     @override
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
         return super().model_json_schema(*args, **{"schema_generator": JsonFields, **options})
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, values: Any) -> Any:
-        """Check the names of fields, and leave out decoding options that are None, as in a call."""
-        names = {name: {name, *_aliases(info)} for name, info in cls.model_fields.items()}
-        known = sorted(set().union(*names.values()))
-        for name in values if cls.model_config.get("extra") == "forbid" else ():
-            if name not in known:
-                raise unknown_name(name, values[name], f"is not a field of {cls.__name__}", known)
-        options = set().union(*(names[name] for name in SamplingOptions.model_fields))
+    def _leave_out_none(cls, values: Any) -> Any:
+        """Leave out decoding options that are None, as in a call."""
+        options = set().union(*(names_of(name, info) for name, info in SamplingOptions.model_fields.items()))
         return {name: value for name, value in values.items() if value is not None or name not in options}
-
-    @override
-    def __repr_args__(self) -> list[tuple[str, Any]]:
-        """Return the models and the fields that were set: the others have their defaults."""
-        set_by_user = (name for name in type(self).model_fields if name in self.model_fields_set)
-        names = dict.fromkeys(("model", "draft_model", *set_by_user))
-        return [(name, getattr(self, name)) for name in names if name not in ("metadata", "profile")]
 
     @override
     def bind(self, **kwargs: Any) -> _ChatModelBinding:
@@ -190,14 +171,6 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
         """Return the stop strings of a call with the option `stop`."""
         stop = self.stop if stop is None else stop
         return [stop] if isinstance(stop, str) else stop
-
-
-def _aliases(info: FieldInfo) -> list[str]:
-    """Return the other names of a field."""
-    alias = info.validation_alias
-    if isinstance(alias, AliasChoices):
-        return [name for name in alias.choices if isinstance(name, str)]
-    return [name for name in (alias, info.alias) if isinstance(name, str)]
 
 
 def profile_of(config: EngineConfig) -> ModelProfile:

@@ -6,6 +6,7 @@ import html
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
@@ -47,6 +48,10 @@ class ConsoleProgress:
         self._view: _View | None = None
 
     def __enter__(self) -> Self:
+        if _in_notebook():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "IProgress not found": no bar here needs ipywidgets
+                import_module("tqdm.auto")  # transformers imports it, too
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,9 +84,13 @@ class _View(Protocol):
         """Remove what is shown."""
 
 
-def _view(*, lines: bool) -> _View:
+def _in_notebook() -> bool:
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if hasattr(shell, "kernel"):
+    return hasattr(shell, "kernel")
+
+
+def _view(*, lines: bool) -> _View:
+    if _in_notebook():
         return _NotebookBar()
     if sys.stderr.isatty() and _drawing.acquire(blocking=False):
         return _TerminalBar()

@@ -20,7 +20,7 @@ _FORM_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format
 """Options for the form of an answer; `chat/answer_shape.py` reads them."""
 _CALL_OPTIONS = ("max_completion_tokens", "model", "draft_model", *_FORM_OPTIONS)
 """Options of a call besides the fields of `SamplingOptions`."""
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "context_window": "max_model_len",
     "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
@@ -113,7 +113,7 @@ def check_options(options: Mapping[str, Any], fields: Collection[str] = ()) -> N
             limit = f"is not an option of a call; there are {', '.join(known)}"
             if name in fields:
                 raise InvalidInputError(name, value, limit, "it is a field: say it where the model is made")
-            raise unknown_name(name, value, limit, known)
+            raise unknown_name(name, value, limit, (*known, *fields))
 
 
 def _token_id(key: Any) -> Any:
@@ -121,7 +121,8 @@ def _token_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
-def unknown_name(name: str, value: Any, limit: str, known: Sequence[str]) -> InvalidInputError:
-    """Return the error for a name that does not exist, with the nearest known name as a hint."""
-    near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return InvalidInputError(name, value, limit, f"did you mean {near[0]}" if near else "")
+def unknown_name(name: str, value: Any, limit: str, known: Sequence[str], hint: str = "") -> InvalidInputError:
+    """Return the error for a name that does not exist, with the nearest known name as a hint, or else `hint`."""
+    other = OTHER_NAMES.get(name)
+    near = [other] if other in known else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return InvalidInputError(name, value, limit, f"did you mean {near[0]}" if near else hint)

@@ -88,14 +88,13 @@ def load(screen: Screen, config: EngineConfig, observe: Observer | None = None) 
             from transformers.utils import logging
 
             from langchain_card.engine.engine import Engine
-            from langchain_card.models.loader import resolve
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         with ConsoleProgress() as progress:
-            pair = resolve(config, progress)
-        with screen.waiting(f"loading {config.model}" + (f" and {config.draft_model}" if config.has_draft else "")):
-            return Engine(config, pair=pair, observe=observe)
+            engine = Engine(config, progress=progress, observe=observe)
+            engine.warm_up(progress)
+            return engine
 
 
 @contextlib.contextmanager

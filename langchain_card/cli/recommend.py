@@ -139,13 +139,14 @@ def expected_needs(role: str, name: str, device: torch.device, scratch: int) -> 
 
 
 def recommended(fits: Sequence[Fit]) -> list[Fit]:
-    """Return the pair for code and the best one for chats, of those that fit.
+    """Return the pair for code and the best one for each kind of chat, of those that fit.
 
-    For chats, that is the last pair that decodes at a readable speed, or the first if none does.
+    The best one is the last that decodes at a readable speed. If no pair for chats does, it is the first of them.
     """
     code, general = fits[0], [fit for fit in fits[1:] if fit.num_seqs]
     readable = [fit for fit in general if fit.plain is None or fit.plain >= READABLE]
-    return [*([code] if code.num_seqs else []), *(readable[-1:] or general[:1])]
+    best = {fit.use: fit for fit in readable or general[:1]}
+    return [*([code] if code.num_seqs else []), *best.values()]
 
 
 def describe(fits: Sequence[Fit], device: torch.device, free: int, bandwidth: float | None) -> Iterator[str]:

@@ -171,13 +171,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -> None:
+    from langchain_card import serve
+
     try:
         import uvicorn
 
-        from langchain_card.serve import create_app
+        create_app = serve.create_app
     except ModuleNotFoundError as error:
-        hint = "pip install 'langchain-card[server]'"
-        raise InvalidInputError("serve", error.name, "is missing, which the server needs", hint) from error
+        raise InvalidInputError("serve", error.name, "is missing, which the server needs", serve.INSTALL) from error
 
     bound = bind(args.host, args.port)
     logging.config.dictConfig(_log_config(uvicorn.config.LOGGING_CONFIG))

@@ -217,7 +217,7 @@ class Grammars:
 def check_package(field: str) -> None:
     """Raise `InvalidInputError` for a field that needs grammars where the package that reads them is missing."""
     if find_spec("llguidance") is None:
-        hint = "pip install 'langchain-card[structured]'"
+        hint = "pip install 'llguidance>=1.9,<2'"
         raise InvalidInputError(field, "...", "needs the package llguidance", hint)
 
 

@@ -157,7 +157,7 @@ class Coordinator:
         try:
             rows, tokens, state.stats.lossy = committed(self.rule, window, verdict, state.request)
         except EngineError as error:
-            return self._finish(state, FinishReason.ERROR, now, str(error))
+            return self._finish(state, FinishReason.ERROR, now, error)
         tokens, reason = cut(tokens, state.request, len(state.output_ids))
         sources = [self._advance(state, token) for token in tokens[:-1]]
         self.intake.absorb(state)
@@ -192,7 +192,7 @@ class Coordinator:
         state.stats.label_logprobs = verdict.label_logprobs
         damaged = any(map(math.isnan, verdict.label_logprobs))
         reason = FinishReason.ERROR if damaged else FinishReason.STOP
-        return self._finish(state, reason, now, str(damaged_logits()) if damaged else "")
+        return self._finish(state, reason, now, damaged_logits() if damaged else None)
 
     def _observe_text(self, text: TextStats, window: m.Window, tokens: int) -> None:
         """Learn how many tokens a pass brought, and how many where its candidates cost no device time."""
@@ -229,7 +229,7 @@ class Coordinator:
         state = RequestState.waiting(request, self.policy.new_text(), now, output_ids)
         refusal = self._refusal()
         self.scheduler.waiting.append(state)
-        return self._finish(state, FinishReason.ERROR, now, refusal) if refusal else []
+        return self._fail(state, now, refusal) if refusal else []
 
     def _refusal(self) -> str:
         if self.draining:
@@ -247,7 +247,13 @@ class Coordinator:
             state.stats.output_tokens = len(state.output_ids)
         return self._finish(state, reason, now)
 
-    def _finish(self, state: RequestState, reason: FinishReason, now: float, error: str = "") -> list[m.Effect]:
+    def _fail(self, state: RequestState, now: float, limit: str) -> list[m.Effect]:
+        error = EngineError("request", state.request.request_id, limit, "the log may say more")
+        return self._finish(state, FinishReason.ERROR, now, error)
+
+    def _finish(
+        self, state: RequestState, reason: FinishReason, now: float, error: EngineError | None = None
+    ) -> list[m.Effect]:
         state.stats.ended = now
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not state.request.labels:
             self.policy.observe_answer(len(state.output_ids))
@@ -287,7 +293,7 @@ class Coordinator:
             effects += self.lifecycle.release(state, now)
             self.scheduler.put_back(state)
         for state in culprits if restart_at is not None else list(self.scheduler.waiting):
-            effects += self._finish(state, FinishReason.ERROR, now, f"the target failed with it ({reason})")
+            effects += self._fail(state, now, f"the target failed with it ({reason})")
         return effects
 
     def _on_out_of_memory(self, worker: str, request_ids: Sequence[int], now: float) -> list[m.Effect]:
@@ -312,5 +318,5 @@ class Coordinator:
         for state in states:
             state.failures += 1
             if state.failures >= self.limits.max_failures:
-                effects += self._finish(state, FinishReason.ERROR, now, "the target ran out of memory")
+                effects += self._fail(state, now, "the target ran out of memory")
         return effects

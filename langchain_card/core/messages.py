@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from langchain_card.config import Schedule
 from langchain_card.core.request import FinishReason, Request, RequestStats
+from langchain_card.errors import EngineError
 
 ROOT = -1
 """Parent of a window's first row."""
@@ -345,7 +346,7 @@ class Finish:
     request_id: int
     reason: FinishReason
     stats: RequestStats
-    error: str = ""
+    error: EngineError | None = None
 
 
 Effect: TypeAlias = Begin | Correct | Grow | End | Restart | Verify | Wait | Emit | Finish

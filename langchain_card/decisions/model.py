@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 try:
@@ -13,6 +13,7 @@ except ImportError as error:
     raise ImportError("CARDDecisionModel needs langchain-core 1.8 or later: pip install -U langchain-core") from error
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.messages.ai import UsageMetadata
+from langchain_core.runnables import RunnableConfig
 from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self, override
 
@@ -54,7 +55,7 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
         pydantic.ValidationError: a field is misspelt or breaks a limit; no weights were loaded.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     tenant: str = ""
     """Requests share keys and values with requests of the same tenant only."""
@@ -76,6 +77,18 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
     @property
     def _provider(self) -> str:
         return "card"
+
+    @override
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> ClassifierResponse:
+        with langchain_errors():
+            _check_request(input)
+        return super().invoke(input, config, **kwargs)
+
+    @override
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> ClassifierResponse:
+        with langchain_errors():
+            _check_request(input)
+        return await super().ainvoke(input, config, **kwargs)
 
     @override
     def _classify(self, state: Any, questions: dict[str, Any]) -> ClassifierResponse:
@@ -133,6 +146,14 @@ class CARDDecisionModel(EngineHolder, BaseDecisionModel):
             input_tokens=read, output_tokens=0, total_tokens=read, input_token_details={"cache_read": cached}
         )
         return ClassifierResponse(model=self.model, answers=answers, usage=usage)
+
+
+def _check_request(request: Any) -> None:
+    """Raise `InvalidInputError` unless a request has the form of `langchain_core.decisions.ClassifierRequest`."""
+    has_both = isinstance(request, Mapping) and {"state", "questions"} <= request.keys()
+    if not has_both or not isinstance(request["questions"], Mapping):
+        hint = 'such as {"state": "Help!", "questions": {"urgent": Noul(instructions="Is it urgent?")}}'
+        raise InvalidInputError("input", request, "must be a dict of a state and a dict of questions", hint)
 
 
 def _in_turn(weighings: Sequence[LabelWeighing]) -> Iterator[Sequence[LabelWeighing]]:

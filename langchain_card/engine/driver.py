@@ -286,8 +286,8 @@ class Driver:
 
     def _finish(self, finish: m.Finish) -> None:
         consumer = self._consumers.pop(finish.request_id, None)
-        if consumer is not None and finish.error:
-            consumer.fail(EngineError("request", finish.request_id, finish.error, "the log may say more"))
+        if consumer is not None and finish.error is not None:
+            consumer.fail(finish.error)
         elif consumer is not None:
             try:
                 consumer.finish(finish.reason, finish.stats)

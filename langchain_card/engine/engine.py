@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -40,6 +39,7 @@ from langchain_card.models.files import Progress, Silent
 from langchain_card.models.loader import ModelSpec, Pair, begin_loading, drop_loading, resolve
 from langchain_card.models.registry import Registry
 from langchain_card.ports import Backend, Health, Observer
+from langchain_card.runtime.cpu import compilations
 from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Engine:
             raise InvalidInputError("isolate", True, limit, "leave isolate out")
         self._begun, self._free = list[ModelSpec](), 0
         try:
-            with rare_collections:
+            with rare_collections, _shown_compilations(progress or Silent()):
                 begin = None if self.config.isolate else self._begin
                 self._open(pair or resolve(self.config, progress, begin), progress)
         finally:
@@ -116,7 +116,7 @@ class Engine:
         from langchain_card.engine.isolated.supervisor import Supervisor  # imports msgspec
 
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
-        supervisor = Supervisor(self.config)
+        supervisor = Supervisor(self.config, progress=progress)
         resources.callback(supervisor.close)
         before, self.config = self.config, supervisor.wait_ready()
         if self.config.draft_device != before.draft_device:
@@ -227,11 +227,10 @@ class Engine:
     def warm_up(self, progress: Progress) -> None:
         """Decode two tokens if kernels were compiled while the models were loaded: passes need some more of them."""
         global _compilations
-        kernels = sys.modules.get("langchain_card.runtime.cpu.compiled")
-        if kernels is not None and kernels.num_compilations() > _compilations:
-            progress.update("compile kernels for this CPU, once: a minute", 0, 0)
-            self.submit(self.eos_ids[:1], SamplingParams(max_tokens=2)).result()
-            _compilations = kernels.num_compilations()
+        if compilations.num_begun() > _compilations:
+            with _shown_compilations(progress):
+                self.submit(self.eos_ids[:1], SamplingParams(max_tokens=2)).result()
+            _compilations = compilations.num_begun()
 
     def announce(self, count: int) -> None:
         """Announce `count` requests that are about to be submitted, so that they share their first pass."""
@@ -317,7 +316,20 @@ class Engine:
 
 
 _compilations = 0
-"""Functions that were compiled before the last `Engine.warm_up`."""
+"""Kernels that were compiled before the last `Engine.warm_up` ended."""
+
+
+def _shown_compilations(progress: Progress) -> contextlib.AbstractContextManager[None]:
+    """Report compilations as progress: the first as it begins, then every tenth."""
+    numbers = itertools.count()
+
+    def show() -> None:
+        if next(numbers) % 10 == 0:
+            stage = f"compile kernels for this CPU, once: a minute ({compilations.num_begun()} so far)"
+            progress.update(stage, 0, 0)
+
+    return compilations.watched(show)
+
 
 _home: int | None = None
 """Id of the process that made the first engine."""

@@ -38,6 +38,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 State = Literal["absent", "downloaded", "converted"]
 Form = Literal["float", "file", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("float", "file", "int8", "int4")
+_OTHER_NAMES = (
+    f"built in are {', '.join(BUILTINS)}; names of Ollama or OpenAI are not known: give a hub id such as "
+    '"meta-llama/Llama-3.2-3B-Instruct", a folder, or a .gguf file'
+)
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -257,11 +261,11 @@ def _local(name: str) -> Path | None:
     if path.is_file():
         raise UnknownModelError("model", name, "a model file must end in .gguf", "give the folder of safetensors files")
     if name.endswith(".gguf"):
-        raise UnknownModelError("model", name, "there is no such file", "give the path of a .gguf file")
+        raise UnknownModelError("model", name, f"there is no file {path}", "give the path of a .gguf file")
     if _HUB_ID.fullmatch(name):
         return None
     near = difflib.get_close_matches(name, BUILTINS, n=3)
-    hint = f"did you mean {' or '.join(near)}" if near else f"built in are {', '.join(BUILTINS)}"
+    hint = f"did you mean {' or '.join(near)}" if near else _OTHER_NAMES
     limit = "neither a built-in name, a folder, a .gguf file nor a hub id (owner/name)"
     raise UnknownModelError("model", name, limit, hint)
 

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from langchain_card.serve.app import create_app
     from langchain_card.serve.settings import Settings
 
+INSTALL = "pip install fastapi prometheus-client starlette uvicorn"
+"""What installs the packages of the extra `server`."""
+
 _MODULES = {"create_app": "app", "Settings": "settings"}
 
 __all__ = ["Settings", "create_app"]
@@ -23,10 +26,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "prometheus_client"):
             raise
-        hint = "pip install 'langchain-card[server]'"
-        raise ModuleNotFoundError(
-            f"{error.name} is missing, which the server needs: {hint}", name=error.name
-        ) from error
+        limit = f"{error.name} is missing, which the server needs"
+        raise ModuleNotFoundError(f"{limit}: {INSTALL}", name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "pytest":
             raise
-        hint = "pip install 'langchain-card[testing]'"
+        hint = "pip install pytest"
         raise ModuleNotFoundError(f"the suite needs pytest, which is missing: {hint}", name=error.name) from error
     return DrafterConformance

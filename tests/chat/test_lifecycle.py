@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +65,16 @@ def test_the_default_is_the_built_in_pair() -> None:
             {"model": "qwen2.5-coder"},
             "model = 'qwen2.5-coder': neither a built-in name.*did you mean qwen2.5-coder-1.5b",
         ),
-        ({"model": "llama3.2"}, "model = 'llama3.2': .*built in are .*qwen2.5-coder-1.5b"),
+        (
+            {"model": "llama3.2"},
+            "model = 'llama3.2': .*built in are .*qwen2.5-coder-1.5b.*Ollama.*give a hub id such as",
+        ),
+        ({"model": "~/models/none.gguf"}, f"there is no file {Path.home()}/models/none.gguf"),
+        ({"mood": 1}, r"is not a field of CARDChatModel. Hint: help\(CARDChatModel\) lists"),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 7},
+            r"max_tokens = \[5, 7\]: is given as max_tokens and as max_completion_tokens, which are one option",
+        ),
         ({"draft_model": "smollm"}, "draft_model = 'smollm': neither a built-in name.*smollm2-135m"),
         ({"model": ""}, "model = ''"),
         ({"max_tokens": 0}, "max_tokens = 0: must be a whole number between 1 and"),

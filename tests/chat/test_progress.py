@@ -16,8 +16,8 @@ from nbclient import NotebookClient
 from langchain_card import CARDChatModel
 from langchain_card.chat import progress
 from langchain_card.chat.progress import ConsoleProgress, tokens
-from langchain_card.engine import engine
-from langchain_card.runtime.cpu import compiled
+from langchain_card.engine import build, engine
+from langchain_card.runtime.cpu import compilations
 from tests.support import ROOT
 
 STEPS = """
@@ -87,12 +87,14 @@ def test_a_notebook_shows_a_bar_which_disappears() -> None:
             seen.append(str(message["content"].get("data", {}).get("text/html", "")))
             return super().process_message(message, cell, cell_index)
 
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(STEPS)])
+    code = f"import sys; sys.modules['ipywidgets'] = None\n{STEPS}import tqdm.auto\n"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     Client(notebook, timeout=60, resources={"metadata": {"path": str(ROOT)}}).execute()
     assert any("<progress></progress> load it" in text for text in seen)
     assert any("read the prompt 1,024 tokens of 2,400 tokens" in text for text in seen)
     outputs = notebook.cells[0].outputs
-    assert [output.get("text") for output in outputs if output.output_type == "stream"] == ["done\n"]
+    streams = [output.get("text") for output in outputs if output.output_type == "stream"]
+    assert streams == ["done\n"], "no warning that ipywidgets is missing"
     assert [output.data["text/html"] for output in outputs if output.output_type == "display_data"] == [""]
 
 
@@ -100,12 +102,23 @@ def test_amounts() -> None:
     assert tokens(2400) == "2,400 tokens" and progress.megabytes(98_400_000) == "98.4 MB"
 
 
-def test_kernels_that_no_cache_holds_are_compiled_before_the_model_is_loaded(
+def test_kernels_that_no_cache_holds_are_announced_as_they_begin(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiled, "num_compilations", lambda: 10**6)
+    announced = list[str]()
+
+    def start_driver(*args: Any) -> Any:
+        for _ in range(11):
+            compilations.begin()
+        announced.append(capsys.readouterr().err)
+        return build.start_driver(*args)
+
+    monkeypatch.setattr(engine, "start_driver", start_driver)
+    monkeypatch.setattr(compilations, "_begun", 0)
     monkeypatch.setattr(engine, "_compilations", 0)
     with CARDChatModel(**toy).load() as model:
-        assert "compile kernels for this CPU, once: a minute" in capsys.readouterr().err
-        assert model.engine.num_open == 0
+        lines = [line for line in announced[0].splitlines() if line.startswith("compile")]
+        assert lines == [f"compile kernels for this CPU, once: a minute ({count} so far)" for count in (1, 11)]
+        assert model.engine.num_open == 0 and engine._compilations == compilations.num_begun(), "two tokens, too"
+        compilations.begin()
         assert model.load() is model and not capsys.readouterr().err, "once"

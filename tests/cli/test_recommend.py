@@ -73,11 +73,11 @@ def chosen(gib: float, gigabytes_a_second: float) -> list[str]:
 @pytest.mark.parametrize(
     ("gib", "speed", "models"),
     [
-        (64, 100, ["qwen2.5-coder-1.5b", "qwen3-8b"]),
-        (64, 25, ["qwen2.5-coder-1.5b", "qwen3-4b"]),  # the larger one is too slow to read along
+        (64, 100, ["qwen2.5-coder-1.5b", "qwen2.5-1.5b", "qwen3-8b"]),
+        (64, 25, ["qwen2.5-coder-1.5b", "qwen2.5-1.5b", "qwen3-4b"]),  # the larger one is too slow to read along
         (64, 12, ["qwen2.5-coder-1.5b", "qwen2.5-1.5b"]),
         (64, 1, ["qwen2.5-coder-1.5b", "qwen2.5-1.5b"]),
-        (7, 100, ["qwen2.5-coder-1.5b", "qwen3-4b"]),  # the larger one does not fit
+        (7, 100, ["qwen2.5-coder-1.5b", "qwen2.5-1.5b", "qwen3-4b"]),  # the larger one does not fit
         (4, 100, ["qwen2.5-coder-1.5b", "qwen2.5-1.5b"]),
         (1, 100, []),
     ],
@@ -108,7 +108,8 @@ def test_the_report_says_what_there_is_to_know() -> None:
     rows = [line for line in lines if line.startswith(tuple(use for use, *_ in PAIRS)) and "GiB" in line]
     assert ["1.6 GB" in row for row in rows] == [True, True, False, False], "nothing is here, so all is downloaded"
     assert "For code: CARDChatModel()" in lines
-    assert 'CARDChatModel(model="qwen3-4b", draft_model="qwen3-0.6b")' in "\n".join(lines)
+    assert 'For chat: CARDChatModel(model="qwen2.5-1.5b", draft_model="qwen2.5-0.5b")' in lines
+    assert 'For chat; thinks first: CARDChatModel(model="qwen3-4b", draft_model="qwen3-0.6b")' in lines
     assert "--model qwen3-4b --draft-model qwen3-0.6b" in "\n".join(lines)
     assert "None fits" in "\n".join(describe(measure(CPU, GIB, 25e9), CPU, GIB, 25e9))
 

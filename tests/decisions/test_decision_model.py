@@ -71,6 +71,28 @@ def test_answers_are_the_models_own_probabilities(model: Any) -> None:
     assert usage["output_tokens"] == 0
 
 
+@pytest.mark.parametrize("request_", ["hello", {}, {"state": STATE}, {"state": STATE, "questions": [URGENT]}], ids=str)
+async def test_a_request_has_a_state_and_questions(fields: dict[str, Any], request_: Any) -> None:
+    """No weights are loaded."""
+    model, message = CARDDecisionModel(**fields), "input = .*must be a dict of a state and a dict of questions.*Noul"
+    with pytest.raises(InvalidInputError, match=message):
+        model.invoke(request_)
+    with pytest.raises(InvalidInputError, match=message):
+        await model.ainvoke(request_)
+
+
+def test_fields_are_checked_and_shown_as_those_of_the_chat_model(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"tennant = 'a': is not a field of CARDDecision.*you mean tenant"):
+        CARDDecisionModel(tennant="a")
+    for name in ("temprature", "num_predict"):
+        with pytest.raises(ValidationError, match=rf"{name} = 1: .*Hint: help\(CARDDecisionModel\) lists its fields\."):
+            CARDDecisionModel(**{name: 1})
+    assert "    tenant (str, default ''):\n        Requests share" in (CARDDecisionModel.__doc__ or "")
+    assert repr(CARDDecisionModel(timeout=3)) == (
+        "CARDDecisionModel(model='qwen2.5-coder-1.5b', draft_model='qwen2.5-coder-0.5b', timeout=3.0)"
+    )
+
+
 def test_short_states_share_what_was_read_of_a_long_question(model: Any) -> None:
     criteria: dict[str, Any] = {"a": "The letter is about apples, or about pears.", "b": "It is about something else."}
     question = decisions.Choice(instructions="What is the letter about?", criteria=criteria)

@@ -87,6 +87,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 5}, "temperature", "between 0.0 and 2.0"),
     ({"temprature": 0.5}, "temprature", "did you mean temperature"),
     ({"max_token": 5}, "max_token", "did you mean max_tokens"),
+    ({"num_predict": 3}, "num_predict", "did you mean max_tokens"),
     ({"temperature": 10**400}, "temperature", "valid number|finite"),
     ({"temperature": True}, "temperature", "valid number"),
     ({"top_p": 1.1}, "top_p", "between 0"),

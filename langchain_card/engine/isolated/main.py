@@ -20,6 +20,7 @@ from langchain_card.engine.isolated.messages import (
     EngineHeartbeat,
     Loaded,
     LoadEngine,
+    LoadStep,
     Pause,
     RequestFailed,
     Stop,
@@ -43,7 +44,8 @@ def _serve(wire: Wire) -> None:
     engines: list[Engine] = []
     send_heartbeats(wire, lambda: EngineHeartbeat(engines[0].backend.health() if engines else {}))
     _hide_progress_bars()
-    engines.append(engine := Engine(replace(load.config, isolate=False)))
+    engines.append(engine := Engine(replace(load.config, isolate=False), progress=_ForwardingProgress(wire)))
+    engine.warm_up(_ForwardingProgress(wire))
     wire.send(EngineHeartbeat(engine.backend.health()))
     wire.send(Loaded(engine.config.limits, engine.config.draft_device))
     while (message := wire.receive()) is not None:
@@ -71,6 +73,18 @@ def _handle(message: Any, engine: Engine, wire: Wire) -> None:
             backend.announce(count)
         case Drain():
             backend.drain()
+
+
+class _ForwardingProgress:
+    """A `Progress` that forwards each step, without its bytes: everything was downloaded by the parent."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Forward the step, unless the parent is gone."""
+        with contextlib.suppress(OSError):
+            self._wire.send(LoadStep(stage))
 
 
 class _ForwardingConsumer:

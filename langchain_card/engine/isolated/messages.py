@@ -60,6 +60,13 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadStep:
+    """Report of a step while the engine loads; the text is that of `models.files.Progress`."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """Report that the engine takes requests, within these limits, and where its draft runs."""
 
@@ -112,5 +119,6 @@ class EngineHeartbeat:
 
 TO_ENGINE = Direction((LoadEngine, Submit, Stop, Pause, Announce, Drain), MAX_COMMAND_BYTES)
 FROM_ENGINE = Direction(
-    (Loaded, Began, Reading, Committed, Ended, RequestFailed, EngineHeartbeat, Logged, Failed), MAX_REPORT_BYTES
+    (LoadStep, Loaded, Began, Reading, Committed, Ended, RequestFailed, EngineHeartbeat, Logged, Failed),
+    MAX_REPORT_BYTES,
 )

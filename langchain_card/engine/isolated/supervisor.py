@@ -21,6 +21,7 @@ from langchain_card.engine.liveness import ProcessWatch
 from langchain_card.engine.transports.child_process import ChildProcess
 from langchain_card.engine.transports.thread import MessageQueue
 from langchain_card.errors import DeviceError, EngineClosedError, EngineError
+from langchain_card.models.files import Progress, Silent
 from langchain_card.ports import Clock, Consumer, Health
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,12 @@ class Supervisor:
     Args:
         config: of the engine.
         clock: source of time.
+        progress: receives the steps in which the first process loads the engine.
     """
 
-    def __init__(self, config: EngineConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: EngineConfig, clock: Clock = time.monotonic, progress: Progress | None = None) -> None:
         self._config, self._limits, self._clock = config, config.limits, clock
+        self._progress = progress or Silent()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: dict[int, OpenRequest] = {}
         self._workers = Workers((NAME,), config.limits)
@@ -216,6 +219,8 @@ class Supervisor:
     def _receive(self, message: Any) -> None:
         self._watch.saw_message()
         match message:
+            case m.LoadStep(stage) if not self._loaded.is_set():
+                self._progress.update(stage, 0, 0)
             case m.Loaded(limits, draft_device):
                 self._set_up(limits, draft_device)
             case m.EngineHeartbeat(workers):

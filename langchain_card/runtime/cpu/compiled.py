@@ -10,7 +10,10 @@ from typing import Any, TypeAlias
 
 import numba
 import numpy as np
+from numba.core import event
 from numba.core.ccallback import CFunc
+
+from langchain_card.runtime.cpu import compilations
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
@@ -57,9 +60,18 @@ def compiled_c(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any
     return found
 
 
-def num_compilations() -> int:
-    """Return how often this process has compiled a function that no cache held."""
-    return sum(sum(function.stats.cache_misses.values()) for function in _functions)
+class _Counter(event.Listener):
+    """Counts compilations of this package's functions: numba reports only those that no cache held."""
+
+    def on_start(self, event: Any) -> None:
+        if any(function is event.data["dispatcher"] for function in _functions):
+            compilations.begin()
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Counter())  # type: ignore[no-untyped-call]
 
 
 def _stamp_cache(file: Any) -> None:

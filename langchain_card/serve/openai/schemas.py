@@ -1,8 +1,8 @@
 """Schemas of OpenAI's requests.
 
 Unknown fields are ignored, because clients send fields of other servers. Known fields that are not supported are
-refused by name, and so are names that look like misspelt ones. Bounds of sampling parameters are checked by
-`SamplingParams.check`.
+refused by name, and so are names that look like misspelt ones, or that other libraries have for a field which the
+request leaves out. Bounds of sampling parameters are checked by `SamplingParams.check`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, model_validator
 from typing_extensions import Self
 
+from langchain_card.chat.sampling_options import OTHER_NAMES
 from langchain_card.config import Schedule
 from langchain_card.errors import InvalidInputError, check_range
 from langchain_card.serve.error_bodies import ErrorBody
@@ -133,7 +134,11 @@ class Decoding(BaseModel):
         if not isinstance(body, dict):
             return body
         for name in body.keys() - cls.model_fields:
-            if near := difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=MISSPELT):
+            other = OTHER_NAMES.get(name)
+            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=MISSPELT)
+            if other in cls.model_fields and other not in body:
+                near = [other]
+            if near:
                 raise InvalidInputError(name, body[name], "is not a field of a request", f"did you mean {near[0]}")
         return {name: value for name, value in body.items() if not _is_absent(name, value)}
 

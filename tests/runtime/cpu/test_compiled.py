@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from langchain_card.runtime.cpu import compiled, row_layers
+from langchain_card.runtime.cpu import compilations, compiled, row_layers
 from langchain_card.runtime.cpu.blocks import matmul
 
 
@@ -44,6 +44,11 @@ def test_a_function_counts_as_compiled_unless_a_cache_holds_it(tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     from doubling import double  # type: ignore[import-not-found]
 
-    before = compiled.num_compilations()
-    assert compiled.compiled()(double)(2) == 4 and compiled.num_compilations() == before + 1
-    assert compiled.compiled()(double)(3) == 6 and compiled.num_compilations() == before + 1
+    before, calls = compilations.num_begun(), list[int]()
+    with compilations.watched(lambda: calls.append(compilations.num_begun() - before)):
+        doubling = compiled.compiled()(double)
+        assert not calls, "none before the first call"
+        assert doubling(2) == 4 and doubling(2.0) == 4.0 and calls == [1, 2], "one for each type"
+        assert compiled.compiled()(double)(3) == 6 and compilations.num_begun() == before + 2
+    doubling(2j)
+    assert calls == [1, 2], "no longer watched"
