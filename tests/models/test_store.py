@@ -51,7 +51,7 @@ while True:
 def test_unknown_name_is_refused_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     started = time.monotonic()
-    with pytest.raises(UnknownModelError, match=r"neither a built-in name|no such file"):
+    with pytest.raises(UnknownModelError, match=r"neither a built-in name|there is no file"):
         ModelStore(tmp_path).prepare(name, "float")
     assert time.monotonic() - started < 5, "it waited for a network"
 

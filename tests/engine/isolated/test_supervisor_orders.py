@@ -65,6 +65,16 @@ class Time:
         return time.monotonic() + self.ahead
 
 
+SHOWN = list[str]()
+
+
+class Shown:
+    """A progress that keeps its stages."""
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        SHOWN.append(stage)
+
+
 @pytest.fixture
 def clock() -> Time:
     return Time()
@@ -75,7 +85,10 @@ def supervisor(monkeypatch: pytest.MonkeyPatch, clock: Time) -> Iterator[Supervi
     LIVES.clear()
     FAILING.clear()
     monkeypatch.setattr("langchain_card.engine.isolated.supervisor.start_engine", Scripted)
-    made = Supervisor(EngineConfig("a", None, limits=Limits(restart_seconds=0.01)), clock)
+    SHOWN.clear()
+    made = Supervisor(EngineConfig("a", None, limits=Limits(restart_seconds=0.01)), clock, Shown())
+    for stage in ("load a", "compile kernels"):
+        LIVES[0].say(f.LoadStep(stage))
     LIVES[0].say(f.Loaded(Limits(), "auto"))
     made.wait_ready()
     yield made
@@ -98,6 +111,13 @@ def die(life: int) -> Scripted:
 
 def wrote(request_id: int, *token_ids: int) -> f.Committed:
     return f.Committed(request_id, token_ids, ("",) * len(token_ids), (), RequestStats(rounds=1))
+
+
+def test_the_first_life_shows_how_it_loads(supervisor: Supervisor) -> None:
+    assert SHOWN == ["load a", "compile kernels"]
+    die(0).say(f.LoadStep("load a"))
+    settle(supervisor)
+    assert len(SHOWN) == 2, "later ones load where no bar is drawn any more"
 
 
 def test_a_request_is_asked_once_in_each_life(supervisor: Supervisor) -> None:
