@@ -73,7 +73,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
 def test_a_rule_that_goes_wrong_ends_that_answer_alone(said: Any) -> None:
     (*_, finish), (emit, *_), core = second_round(Scripted(said))
-    assert isinstance(finish, m.Finish) and finish.reason is FinishReason.ERROR and "'scripted'" in finish.error
+    assert isinstance(finish, m.Finish) and finish.reason is FinishReason.ERROR and "'scripted'" in str(finish.error)
     assert finish.stats.output_tokens == 1, "nothing of it counts"
     assert isinstance(emit, m.Emit) and emit.token_ids == (11, 12) and list(core.scheduler.running) == [1]
     assert any(isinstance(effect, m.Verify) for effect in core.handle(m.TargetReady(2.0)))

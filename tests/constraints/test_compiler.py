@@ -359,7 +359,7 @@ def test_many_threads_check_a_grammar_once() -> None:
 
 def test_the_package_that_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidInputError, match=r"needs the package llguidance.*langchain-card\[structured\]"):
+    with pytest.raises(InvalidInputError, match=r"needs the package llguidance.*pip install 'llguidance"):
         Grammars(byte_tokenizer(), PADDED, [256], Limits()).shortest(json_grammar({"const": "x"}))
 
 

@@ -148,7 +148,7 @@ def test_without_the_package_for_grammars_tools_are_refused_when_they_are_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    words = r"tools = '...': needs the package llguidance.*langchain-card\[structured\]"
+    words = r"tools = '...': needs the package llguidance.*pip install 'llguidance"
     with pytest.raises(InvalidInputError, match=words):
         scripted("hi").bind_tools([add])
     with pytest.raises(InvalidInputError, match=words.replace("tools", "schema")):

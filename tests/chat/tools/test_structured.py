@@ -248,7 +248,7 @@ def test_a_missing_package_is_named_where_it_is_first_needed(monkeypatch: pytest
         ("tools", lambda: model.bind_tools([add])),
         ("schema", lambda: model.with_structured_output(Joke)),
     ):
-        with pytest.raises(ModelInvalidRequestError, match=rf"{field} = .*llguidance.*langchain-card\[structured\]"):
+        with pytest.raises(ModelInvalidRequestError, match=rf"{field} = .*llguidance.*pip install 'llguidance"):
             bind()
 
 
