@@ -75,10 +75,15 @@ def context_length(config: Any) -> int:
     LongRoPE (arXiv 2402.13753) uses other frequencies for a whole pass if one of its rows lies beyond the original
     context: rows of one answer would depend on how they are grouped.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    switches = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    rotations = _rotations(config)
+    switches = [each["original_max_position_embeddings"] for each in rotations if each.get("rope_type") == "longrope"]
     return int(min([config.max_position_embeddings, *switches]))
+
+
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of all rotary embeddings: of the model, or of each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(each for each in rope.values() if isinstance(each, dict))]
 
 
 _COMMON = ("llama", "mistral", "qwen2", "qwen3")
@@ -166,6 +171,8 @@ def _problem(config: Any) -> str:
         return f"recurrent state cannot be rolled back; {name} has {recurrent} layers of {text.num_hidden_layers}"
     if other := _counts(kinds, set(kinds) - set(_ATTENDING_LAYERS)):
         return f"{name} has {other} layers, and only those of {' and '.join(_ATTENDING_LAYERS)} are supported"
+    if any(each.get("rope_type") == "dynamic" for each in _rotations(text)):
+        return "its dynamic rotation depends on the longest text of a pass, so that a text depends on its neighbours"
     model = empty_model(config)
     if model._is_stateful:
         return f"recurrent state cannot be rolled back; transformers marks {name} as stateful"

@@ -87,6 +87,10 @@ UNREACHED: dict[str, tuple[Any, str]] = {
         lambda: t.Qwen2MoeConfig(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=2),
         "was told a window of None, where its mask has 8",
     ),
+    "dynamic": (  # dynamic NTK
+        lambda: t.LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "depends on the longest text of a pass",
+    ),
     "diffllama": (lambda: t.DiffLlamaConfig(**SHAPE), r"layers \[0, 0, 1, 1"),
     "doge": (lambda: t.DogeConfig(**SHAPE), "makes a mask of its own"),
     "gptj": (lambda: t.GPTJConfig(vocab_size=128, n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "do not run with"),

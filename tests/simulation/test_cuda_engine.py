@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Phi3Config
 
-from langchain_card.config import EngineConfig
+from langchain_card.config import EngineConfig, Limits
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.draft_placement import may_choose
 from langchain_card.engine.drafter_hosts import needs_process
@@ -23,9 +25,15 @@ from langchain_card.models.loader import is_loaded, resolve
 from langchain_card.runtime.step_timer import StepTimer
 from tests.simulation.cuda import simulated_cuda
 from tests.simulation.cuda.graphs import CUDAGraph
+from tests.support import tiny
 from tests.support.placed import GREEDY, PLACEMENTS, SCHEDULES, answers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drafts")
+
+LONGROPE = Phi3Config(
+    **tiny.SHAPE, pad_token_id=0, original_max_position_embeddings=128,
+    rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+)  # fmt: skip
 
 Plain = Callable[[int, dict[str, Any]], list[tuple[int, ...]]]
 
@@ -36,6 +44,22 @@ def test_a_draft_on_the_other_device(pair: EngineConfig, plain: Plain, execution
     config = replace(pair, **PLACEMENTS["two devices"], execution=execution)
     with simulated_cuda():
         assert answers(config, ["parallel"], 6, GREEDY) == [plain(6, GREEDY)]
+
+
+@pytest.mark.slow  # a second or two each
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "longrope"])
+def test_steps_of_each_family_are_captured(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Experts in float32: grouped products have no float64."""
+    form = (tiny.FAMILIES | {"longrope": lambda: LONGROPE})[family]()
+    dtype = "float32" if family in ("mixtral", "qwen2_moe", "qwen3_moe") else "float64"
+    config = EngineConfig(
+        str(tiny.save_random(form, tmp_path / family)), None, drafters=(), dtype=dtype, device="cpu", max_model_len=128,
+        limits=Limits(max_num_seqs=2, max_window=8),
+    )  # fmt: skip
+    wanted = answers(config, ["plain"], 12, GREEDY)
+    with simulated_cuda():
+        assert answers(replace(config, device="cuda:0"), ["plain"], 12, GREEDY) == wanted
+    assert "no CUDA graph" not in caplog.text
 
 
 @pytest.mark.slow  # 3 seconds

@@ -305,6 +305,15 @@ def _iterate(simulation: Simulation, func: Any, args: tuple[Any, ...], kwargs: d
     return iter(_run(simulation, Tensor.unbind, (args[0], 0), {}, args[0].place))
 
 
+def _histogram(simulation: Simulation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Count integers, which torch does on CUDA only."""
+
+    def count(numbers: Tensor, *others: Any, **named: Any) -> Tensor:
+        return torch.histc(numbers.double(), *others, **named).to(numbers.dtype)
+
+    return _run(simulation, count, args, kwargs, args[0].place)
+
+
 def _assign(simulation: Simulation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     raise NotImplementedError("the memory of a tensor is replaced (`.data = ...`), which is not simulated")
 
@@ -325,6 +334,7 @@ HANDLERS: dict[Any, Handler] = {
     Tensor.__getitem__: _index,
     Tensor.__setitem__: _index,
     Tensor.is_pinned: _is_pinned,
+    torch.histc: _histogram,
     Tensor.__iter__: _iterate,
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     Tensor.__hash__: lambda simulation, func, args, kwargs: id(args[0]),

@@ -82,6 +82,7 @@ def _members(simulation: Simulation) -> dict[str, Any]:
         "current_device": lambda: simulation.current_device.index,
         "set_device": set_device,
         "get_device_name": lambda device=None: "simulated",
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_reserved": lambda device=None: 0,
