@@ -43,7 +43,7 @@ from benchmarks import agent_tasks
 from benchmarks.agent_tasks import TOOLS, Task
 from langchain_card import CARDChatModel, chat_model
 from langchain_card.chat.schemas import tool_dicts
-from langchain_card.config import Limits
+from langchain_card.limits import Limits
 from langchain_card.text import tool_form
 from langchain_card.text.prompt import encode
 

@@ -20,10 +20,10 @@ from benchmarks.contest.contenders import Costs
 from benchmarks.contest.contest import CPU_SLOTS, controller
 from benchmarks.contest.devices import costs_of, load_device
 from benchmarks.contest.traces import Trace, TraceScript, shipped
-from langchain_card.config import Limits
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.lower_level import LowerLevel
 from langchain_card.drafters.ngram.drafter import NgramDrafter
+from langchain_card.limits import Limits
 from langchain_card.ports import Setting
 from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget

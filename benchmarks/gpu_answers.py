@@ -29,10 +29,11 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from benchmarks.gpu import SHAPES, TINY
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
+from langchain_card.limits import Limits
 from langchain_card.runtime.draft_form import HEAD
 
 Shape = tuple[int, int, int, int, int, bool]

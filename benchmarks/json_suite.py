@@ -26,10 +26,10 @@ from jsonschema import Draft202012Validator
 from torch import Tensor
 
 from langchain_card import Engine, EngineConfig, SamplingParams, plugins
-from langchain_card.config import Limits, Pins
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.core import messages as m
 from langchain_card.engine.generation import Completion, Generation
+from langchain_card.limits import Limits, Pins
 from langchain_card.testing import tiny
 
 REPLAY = "replay"

@@ -27,9 +27,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from langchain_card.config import EngineConfig, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.limits import Pins
 from langchain_card.text.prompt import encode
 
 RULES = ("exact", "loose", "loose?reading=paper", "loose?quantile=0.5")

@@ -33,12 +33,13 @@ from benchmarks.contest.contenders import Costs
 from benchmarks.contest.contest import GPU_LIMITS, GPU_SLOTS, Library, joined
 from benchmarks.contest.devices import costs_of, load_device
 from benchmarks.contest.traces import shipped
-from langchain_card.config import Limits, Schedule
+from langchain_card.config import Schedule
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.costs import StepTimes
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.draft_step import DraftStep
+from langchain_card.limits import Limits
 from tests.simulation.simulated import Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget
 

@@ -24,8 +24,8 @@ import openai
 
 from langchain_card import CARDChatModel
 from langchain_card.bench import prompts
-from langchain_card.config import Limits
 from langchain_card.core.request import SamplingParams
+from langchain_card.limits import Limits
 
 Answers = Callable[[int], Awaitable[int]]
 """A function of the round: answers all prompts at once and returns the number of tokens."""

@@ -13,11 +13,12 @@ from langchain_card._version import __version__
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
-    from langchain_card.config import EngineConfig, Limits, Pins
+    from langchain_card.config import EngineConfig
     from langchain_card.core.request import SamplingParams
     from langchain_card.decisions.model import CARDDecisionModel as CARDDecisionModel
     from langchain_card.engine.engine import Engine
     from langchain_card.errors import CARDError
+    from langchain_card.limits import Limits, Pins
 
 _MODULES = {
     "CARDChatModel": "chat_model",
@@ -25,8 +26,8 @@ _MODULES = {
     "CARDError": "errors",
     "Engine": "engine.engine",
     "EngineConfig": "config",
-    "Limits": "config",
-    "Pins": "config",
+    "Limits": "limits",
+    "Pins": "limits",
     "SamplingParams": "core.request",
 }
 

@@ -29,7 +29,7 @@ from langchain_card.constraints.json_schema import ANY_OBJECT
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.shared import EngineLeases
 from langchain_card.errors import CARDError
-from langchain_card.text.prompt import check_size, encode, num_chars, to_conversation
+from langchain_card.text.prompt import check_size, encode, num_chars, session_of, to_conversation
 from langchain_card.text.tool_form import tool_form
 from langchain_card.text.tool_grammar import AnswerShape, answer_grammar
 
@@ -124,6 +124,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
         """Return the engine, the prompt, the sampling parameters, the answer's shape, and the seconds of loading."""
         params = self.sampling_params(stop, options)
         conversation = to_conversation(messages, self.model)
+        params = replace(params, session=params.session or session_of(conversation))
         begun = time.perf_counter()
         engine = self._engine()
         load_time = time.perf_counter() - begun

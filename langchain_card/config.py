@@ -1,4 +1,4 @@
-"""`EngineConfig`: which models run where; `Limits`: bounds for requests; `Pins`: fixed choices of the controller."""
+"""`EngineConfig`: which models run where, and how."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from langchain_card import plugins
 from langchain_card.errors import InvalidInputError, check_choice, check_range
+from langchain_card.limits import LEAST_NGRAM_BYTES, Limits, Pins
 
 Schedule = Literal["auto", "plain", "sequential", "parallel"]
 Quantization = Literal["file", "int8", "int4"]
@@ -29,110 +30,10 @@ KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 PREFIX_CACHES: tuple[str, ...] = get_args(PrefixCache)
 NGRAM = "ngram"
 MAX_BLOCK = 32
+MAX_REPLICAS = 256
 MAX_ADAPTER_NAME = 256
 MODEL_VARIABLE = "LANGCHAIN_CARD_MODEL"
 DRAFT_VARIABLE = "LANGCHAIN_CARD_DRAFT_MODEL"
-
-LEAST_NGRAM_BYTES = 1 << 16
-_LEAST = {"max_ngram_bytes": LEAST_NGRAM_BYTES}
-_MOST = {"max_prefix_bytes": 2**50}
-_MAY_BE_ZERO = ("max_queue", "max_deaths", "max_stop_strings", "max_logit_bias", "max_banned_ids", "max_logprobs")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds, checked before a request is queued or while it runs.
-
-    Attributes:
-        max_output_tokens: largest `max_tokens` of a request.
-        max_stop_strings: stop strings per request.
-        max_stop_chars: characters in one stop string.
-        max_logit_bias: entries of a request's `logit_bias`.
-        max_banned_ids: tokens that a request may ban.
-        max_logprobs: alternatives reported beside each token of an answer.
-        max_grammar_bytes: size of one grammar, its JSON schema included.
-        max_grammar_seconds: time to check one grammar, in a process of its own.
-        max_grammar_cache_bytes: size of all compiled grammars that are kept; the least recently used go first.
-        max_tenant_chars: characters in the name of a tenant.
-        max_ngram_bytes: text that the n-gram drafter keeps, of all tenants; the least recently used goes first.
-        max_prefix_bytes: size of all files of `prefix_cache="folder"`; the least recently used go first.
-        max_queue: requests that wait at once.
-        max_num_seqs: requests decoded at once. None: up to 16, as many as half of the free memory holds; one if `exact`
-            is `"strict"`, where a step always costs as much as a full batch.
-        max_step_rows: rows of one target pass: the windows of all requests; what is left is used to read prompts.
-        max_window: rows of one verification, the last committed token included.
-        max_lead: depth of candidates at which a drafter gets no more steps; granted steps may go on for as much again.
-        max_draft_width: candidates that one draft step expands at most.
-        max_tree_nodes: candidates per request. Above it dead ones are removed; above twice that, new ones are refused.
-        max_unread: tokens that may wait for a slow consumer before its request is paused.
-        max_failures: target steps in a row that may fail with one request before that request fails. It fails alone if
-            `max_deaths` is not smaller.
-        max_deaths: deaths of one worker within `deaths_seconds` after which it is not restarted.
-        deaths_seconds: period in which `max_deaths` counts.
-        silence_seconds: time after which an isolated engine that reports nothing is killed and restarted.
-        restart_seconds: pause before a dead worker is restarted; it doubles with every further death.
-    """
-
-    max_output_tokens: int = 32_768
-    max_stop_strings: int = 16
-    max_stop_chars: int = 256
-    max_logit_bias: int = 300
-    max_banned_ids: int = 1024
-    max_logprobs: int = 20
-    max_grammar_bytes: int = 1 << 18
-    max_grammar_seconds: float = 5.0
-    max_grammar_cache_bytes: int = 1 << 23
-    max_tenant_chars: int = 256
-    max_ngram_bytes: int = 1 << 26
-    max_prefix_bytes: int = 1 << 32
-    max_queue: int = 512
-    max_num_seqs: int | None = None
-    max_step_rows: int = 512
-    max_window: int = 16
-    max_lead: int = 16
-    max_draft_width: int = 4
-    max_tree_nodes: int = 1024
-    max_unread: int = 1024
-    max_failures: int = 2
-    max_deaths: int = 5
-    deaths_seconds: float = 60.0
-    silence_seconds: float = 60.0
-    restart_seconds: float = 0.1
-
-    def __post_init__(self) -> None:
-        for field_ in fields(self):
-            if field_.name == "max_num_seqs" and self.max_num_seqs is None:
-                continue
-            low: float = 0.0 if field_.name.endswith("_seconds") else 0 if field_.name in _MAY_BE_ZERO else 1
-            low = _LEAST.get(field_.name, low)
-            check_range(field_.name, getattr(self, field_.name), low, _MOST.get(field_.name, 2**31))
-        hint = "max_step_rows is too small: every request that runs has a row in each pass"
-        check_range("max_num_seqs", self.num_seqs, 1, self.max_step_rows, hint)
-
-    @property
-    def num_seqs(self) -> int:
-        """`max_num_seqs` once the engine has set it, else 1."""
-        return self.max_num_seqs or 1
-
-
-@dataclass(frozen=True, slots=True)
-class Pins:
-    """Fixed values for choices of the controller; None leaves a choice to it.
-
-    Attributes:
-        draft_width: candidates that one draft step expands, if there are so many.
-        window: rows of one verification, the last committed token included, if there are so many candidates.
-        lead: depth of candidates that a round waits for, or drafts, before it verifies.
-    """
-
-    draft_width: int | None = None
-    window: int | None = None
-    lead: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, low in (("draft_width", 1), ("window", 1), ("lead", 0)):
-            if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), low, 2**16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +89,8 @@ class EngineConfig:
             already quantized (`quantization_config` in their config.json) stay as they are.
         isolate: whether models and engine run in a process of their own. If that process dies it is restarted, and
             every answer continues where it stopped.
+        replicas: engines on this machine, each in a process of its own (as with `isolate`), with its own models and its
+            own part of the cores, or of the GPUs. If one dies, another one goes on with its answers.
         drafters: drafters that work beside the draft model, on the same tree: names, perhaps with options, such as
             `"ngram?table=code.ngrams"`; built in or from packages (docs/plugins.md); `()` for none. None for n-grams,
             which then also work below a draft model in this process if `stack` is empty. Without a `draft_model` there
@@ -230,6 +133,7 @@ class EngineConfig:
     exact: str = "default"
     execution: str = "auto"
     isolate: bool = False
+    replicas: int = 1
     drafters: tuple[str, ...] | None = None
     acceptance: str = "exact"
     steering: str | None = None
@@ -250,6 +154,7 @@ class EngineConfig:
         check_choice("prefix_cache", self.prefix_cache, PREFIX_CACHES)
         check_choice("exact", self.exact, EXACTNESS)
         check_choice("execution", self.execution, EXECUTIONS)
+        check_range("replicas", self.replicas, 1, MAX_REPLICAS)
         if self.execution == "compiled" and self.exact == "strict":  # each process chooses its kernels by speed
             raise InvalidInputError("execution", "compiled", 'must be "graphs" or "eager" with exact="strict"')
         if self.quantization is not None:
@@ -282,6 +187,11 @@ class EngineConfig:
     def lossy(self) -> bool:
         """Whether the acceptance rule is lossy: the answer may then differ from the target's own."""
         return bool(getattr(plugins.find("acceptance", self.acceptance).factory, "lossy", True))
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether engines run in processes of their own."""
+        return self.isolate or self.replicas > 1
 
     def execution_on(self, device_type: str) -> str | None:
         """Return `execution` for `runtime.runner.ModelRunner`: None for its default, and on a CPU."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from typing_extensions import Self
 
-from langchain_card.config import Limits
 from langchain_card.core.messages import (
     Begin,
     Correct,
@@ -30,6 +29,7 @@ from langchain_card.core.policy import Policy as Policy
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.core.walk import AcceptanceRule as AcceptanceRule
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -320,6 +320,10 @@ class Backend(Protocol):
     @property
     def num_running(self) -> int:
         """Requests that hold KV on the target."""
+
+    @property
+    def num_seats(self) -> int:
+        """Requests that run at once."""
 
     def submit(self, consumer: Consumer, output_ids: Sequence[int] = ()) -> None:
         """Submit a request, perhaps with the beginning of its answer."""

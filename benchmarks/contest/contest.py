@@ -16,10 +16,11 @@ from benchmarks.contest.devices import costs_of
 from benchmarks.contest.traces import Candidates, Trace, TraceScript
 from benchmarks.contest.trees import TreeRun, tree_runs
 from langchain_card.bench.step_times import Device
-from langchain_card.config import Limits, Pins, Schedule
+from langchain_card.config import Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Policy
 from langchain_card.core.request import Request, SamplingParams
+from langchain_card.limits import Limits, Pins
 from langchain_card.runtime.threads import num_cores
 from tests.simulation.simulated import SimulatedAnswer, Simulation
 from tests.simulation.toy import ToyDrafter, ToyTarget

@@ -17,11 +17,12 @@ from langchain_card.bench.plan import MAX_BLOCK, Case, Edge, Plan
 from langchain_card.bench.prompts import user_prompt
 from langchain_card.bench.step_times import SIZES, check_curve, curves, interpolate, monotone
 from langchain_card.bench.teacher_forced import check_same_vocabulary, logits_along, shared_model
-from langchain_card.config import EngineConfig, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.lower_level import GuessRequest, LowerLevel
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Pins
 from langchain_card.models.loader import ModelSpec, Pair, resolve
 from langchain_card.ports import Setting
 from langchain_card.runtime.runner import ModelRunner

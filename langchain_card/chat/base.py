@@ -138,7 +138,9 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
     @property
     def _speed_only(self) -> tuple[str, ...]:
         """Options of a call that change only its speed; with a lossy rule, none but `stream`."""
-        return ("stream",) if self._engine_config().lossy else ("schedule", "draft_model", "stream", "tenant")
+        return (
+            ("stream",) if self._engine_config().lossy else ("schedule", "draft_model", "stream", "tenant", "session")
+        )
 
     @override
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:

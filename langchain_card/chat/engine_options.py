@@ -17,12 +17,11 @@ from langchain_card.config import (
     Exactness,
     Execution,
     KVDtype,
-    Limits,
-    Pins,
     PrefixCache,
     default_draft_model,
     default_model,
 )
+from langchain_card.limits import Limits, Pins
 from langchain_card.models.store import ModelStore
 
 _SETTINGS = {setting.name: setting for setting in fields(EngineConfig)}
@@ -64,6 +63,7 @@ class EngineOptions(BaseModel):
     exact: Exactness = _setting("exact")
     execution: Execution = _setting("execution")
     isolate: bool = _setting("isolate")
+    replicas: int = _setting("replicas")
     drafters: tuple[str, ...] | None = _setting("drafters")
     acceptance: str = _setting("acceptance")
     steering: str | None = _setting("steering")

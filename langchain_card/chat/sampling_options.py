@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from langchain_card.config import Limits, Schedule
+from langchain_card.config import Schedule
 from langchain_card.core.request import SamplingParams
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 
 _CORE_OPTIONS = ("stream", "ls_structured_output_format", "structured_output_format")
 """LangChain's own options, which some of its paths pass on."""
@@ -73,6 +74,9 @@ class SamplingOptions(BaseModel):
     tenant: str = ""
     """Name (no secret) of the user or group whose earlier texts may be reused, in drafts and for beginnings of prompts;
     texts of other tenants never are. Memory and measured rates are shared, so others may change the speed."""
+    session: str = ""
+    """Name of the conversation: of several `replicas`, one answers all of it, because it has read the beginning. "" for
+    a name that is made of the system message and the first human one."""
     adapter: str = ""
     """Name of the adapter, one of `adapters`, with which the target answers; "" for none."""
 

@@ -272,8 +272,9 @@ def _compare_long_texts(args: argparse.Namespace) -> None:
     from langchain_card.cli.chat import load
     from langchain_card.cli.fields import drafter_fields, engine_fields
     from langchain_card.cli.render import Screen
-    from langchain_card.config import EngineConfig, Limits
+    from langchain_card.config import EngineConfig
     from langchain_card.core.request import SamplingParams
+    from langchain_card.limits import Limits
 
     answers, screen = args.answer or ANSWERS, Screen()
     texts = long_texts(args.context, answers, args.repeat)

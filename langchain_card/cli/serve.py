@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_card.cli.fields import add_drafter_fields, add_engine_fields, drafter_fields, engine_fields
-from langchain_card.config import SCHEDULES, EngineConfig, Limits
+from langchain_card.config import SCHEDULES, EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.errors import InvalidInputError, check_range
+from langchain_card.limits import Limits
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
@@ -44,6 +45,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--adapters", nargs="+", default=(), type=_adapter, metavar="NAME=FOLDER", help=adapters)
     isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
+    replicas = "engines, each in a process of its own with its part of the cores or of the GPUs (%(default)s)"
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help=replicas)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
     parser.add_argument(
         "--max-tokens", type=int, default=params.max_tokens, help="where a request has none (%(default)s)"
@@ -71,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     check_address(args.host, args.port, bool(keys), args.insecure)
     check_range("--drain", args.drain, 0, 86_400)
     limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
-    fields = {**engine_fields(args), **drafter_fields(args), "isolate": args.isolate, "limits": limits}
-    fields["adapters"] = dict(args.adapters)
+    fields = {**engine_fields(args), **drafter_fields(args), "limits": limits, "adapters": dict(args.adapters)}
+    fields |= {"isolate": args.isolate, "replicas": args.replicas}
     config = EngineConfig(**fields | {"adapters": tuple(args.adapters)})
     SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
     if not keys and not is_loopback(args.host):

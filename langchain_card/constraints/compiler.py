@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from langchain_card.config import Limits
 from langchain_card.constraints.ending import ATTEMPTS, Vocabulary, find_ending
 from langchain_card.constraints.hints import Hint, hints_of, patterns_of
 from langchain_card.errors import InvalidInputError, UnsupportedModelError
+from langchain_card.limits import Limits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

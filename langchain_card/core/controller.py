@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from langchain_card.config import Limits, Pins, Schedule
+from langchain_card.config import Schedule
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.costs import MAX_SURPRISE, ROW_COST, SHORTEST, SIZE_DECAY, CostModel, Mean, Speed
 from langchain_card.core.drafter_state import Calibration
 from langchain_card.core.policy import DraftGrant, Load, LoadKey, TextStats
 from langchain_card.core.schedules import ScheduleChoice, seconds_by_model, with_a_chain
+from langchain_card.limits import Limits, Pins
 
 ANSWER_PRIOR = 128.0
 """Tokens of an answer, before any was measured."""

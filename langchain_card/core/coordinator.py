@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.lifecycle import Lifecycle
 from langchain_card.core.pass_timing import Passes
@@ -29,6 +28,7 @@ from langchain_card.core.state import RequestState
 from langchain_card.core.walk import AcceptanceRule, ExactRule, committed, cut, damaged_logits
 from langchain_card.core.workers import Workers
 from langchain_card.errors import EngineError
+from langchain_card.limits import Limits
 
 
 class Coordinator:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from langchain_card.config import Limits
 from langchain_card.core.drafter_state import DrafterState
 from langchain_card.core.messages import Proposal
 from langchain_card.core.pass_timing import Passes
 from langchain_card.core.policy import Load, Policy
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.state import RequestState
+from langchain_card.limits import Limits
 
 
 class Intake:

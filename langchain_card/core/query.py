@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import Frontier, frontier
 from langchain_card.core.policy import DraftGrant, Load, Policy
 from langchain_card.core.state import RequestState
+from langchain_card.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

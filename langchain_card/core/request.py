@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from langchain_card.config import SCHEDULES, Limits, Schedule
+from langchain_card.config import SCHEDULES, Schedule
 from langchain_card.errors import InvalidInputError, check_choice, check_ids, check_range
+from langchain_card.limits import Limits
 
 if TYPE_CHECKING:
     from langchain_card.core.messages import Verdict
@@ -53,6 +54,8 @@ class SamplingParams:
         logprobs: report the chosen token's log-probability and so many of the likeliest tokens'; None for nothing.
         tenant: requests share texts to draft from, and keys and values, with requests of the same tenant only. Under
             the exact rule it changes the speed alone.
+        session: requests of one session go to one of several engines, which has read the beginning of their text; ""
+            for any engine. It changes the speed alone.
         adapter: name of the adapter with which the target answers, one of `EngineConfig.adapters`; "" for none.
     """
 
@@ -72,6 +75,7 @@ class SamplingParams:
     grammar: str = ""
     logprobs: int | None = None
     tenant: str = ""
+    session: str = ""
     adapter: str = ""
 
     @property
@@ -94,7 +98,7 @@ class SamplingParams:
                 )
             if any("\ud800" <= char <= "\udfff" for char in text):
                 raise InvalidInputError("stop", text, "holds half a character, which no text does", "pair surrogates")
-        for field_, name in (("tenant", self.tenant), ("adapter", self.adapter)):
+        for field_, name in (("tenant", self.tenant), ("session", self.session), ("adapter", self.adapter)):
             if not isinstance(name, str) or len(name) > limits.max_tenant_chars or not name.isprintable():
                 limit = f"must be a string of at most {limits.max_tenant_chars:,} printable characters"
                 raise InvalidInputError(field_, name, limit)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from langchain_card.config import Limits
 from langchain_card.core.policy import Load
 from langchain_card.core.state import RequestState
+from langchain_card.limits import Limits
 
 
 class Scheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from langchain_card.config import Limits
+from langchain_card.limits import Limits
 
 MAX_RESTART_SECONDS = 10.0
 

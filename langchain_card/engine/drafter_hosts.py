@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from langchain_card import plugins
-from langchain_card.config import EngineConfig, Level, Limits
+from langchain_card.config import EngineConfig, Level
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.constraints.draft_grammars import DraftGrammars
 from langchain_card.core.messages import Proposal
@@ -25,6 +25,7 @@ from langchain_card.engine.plugin_drafters import ChosenDrafter, source_of
 from langchain_card.engine.transports.inline import InlineTransport
 from langchain_card.engine.transports.thread import ThreadTransport
 from langchain_card.errors import CARDError, DeviceError, ModelStoreError, is_out_of_memory
+from langchain_card.limits import Limits
 from langchain_card.models.loader import ModelSpec, Pair, load_model
 from langchain_card.models.store import Form
 from langchain_card.models.tokenizer import read_tokenizer

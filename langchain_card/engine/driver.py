@@ -125,6 +125,11 @@ class Driver:
         """Number of requests that hold KV on the target."""
         return len(self.coordinator.scheduler.running)
 
+    @property
+    def num_seats(self) -> int:
+        """Number of requests that run at once."""
+        return self.coordinator.limits.num_seqs
+
     def health(self) -> dict[str, Health]:
         """Return the health of the target and of the drafters, by name."""
         healths = {name: transport.health() for name, transport in self.transports.items()}

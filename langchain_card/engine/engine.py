@@ -43,7 +43,7 @@ from langchain_card.runtime.cpu import compilations
 from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from langchain_card.engine.isolated.supervisor import Supervisor
+    from langchain_card.engine.relay.relay import Relay
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +77,13 @@ class Engine:
     ) -> None:
         _check_process()
         self.config, self._observe = config or EngineConfig(), observe
-        if observe is not None and self.config.isolate:
+        if observe is not None and self.config.in_processes:
             limit = "cannot be watched: the engine works in a process of its own"
             raise InvalidInputError("isolate", True, limit, "leave isolate out")
         self._begun, self._free = list[ModelSpec](), 0
         try:
             with rare_collections, _shown_compilations(progress or Silent()):
-                begin = None if self.config.isolate else self._begin
+                begin = None if self.config.in_processes else self._begin
                 self._open(pair or resolve(self.config, progress, begin), progress)
         finally:
             for spec in self._begun:
@@ -106,22 +106,26 @@ class Engine:
         self._closed = self._draining = False
         self._closing_thread, self._close_done = 0, threading.Event()
         with contextlib.ExitStack() as resources:  # all freed if anything fails
-            make = self._supervise if self.config.isolate else self._drive
+            make = self._isolate if self.config.in_processes else self._drive
             self.backend: Backend = make(resources, progress or Silent())
             self._resources = resources.pop_all()
         _open_engines.add(self)
 
-    def _supervise(self, resources: contextlib.ExitStack, progress: Progress) -> Supervisor:
-        """Load everything in another process."""
-        from langchain_card.engine.isolated.supervisor import Supervisor  # imports msgspec
+    def _isolate(self, resources: contextlib.ExitStack, progress: Progress) -> Relay:
+        """Load everything in other processes."""
+        from langchain_card.engine.isolated.process_pool import ProcessPool  # imports msgspec
+        from langchain_card.engine.relay.relay import Relay
 
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
-        supervisor = Supervisor(self.config, progress=progress)
-        resources.callback(supervisor.close)
-        before, self.config = self.config, supervisor.wait_ready()
+        pool = ProcessPool(self.config, progress=progress)
+        relay = Relay(pool, self.config.limits)
+        resources.callback(relay.close)
+        relay.start()
+        before, loaded = self.config, pool.wait_ready()
+        self.config = replace(before, limits=loaded.limits, draft_device=loaded.draft_device)
         if self.config.draft_device != before.draft_device:
             self._pair = resolve(self.config)
-        return supervisor
+        return relay
 
     def _drive(self, resources: contextlib.ExitStack, progress: Progress) -> Driver:
         """Load the models in this process, and start all workers."""
@@ -218,7 +222,7 @@ class Engine:
         backend = self._open_backend()
         if self._draining:
             raise EngineClosedError("engine", self.config.model, "the engine is draining", "make a new one")
-        if backend.num_open >= limits.max_queue + limits.num_seqs:
+        if backend.num_open >= limits.max_queue + backend.num_seats:
             limit = f"as many requests wait already, {backend.num_open:,} with those that run"
             raise EngineBusyError("max_queue", limits.max_queue, limit, "try again later")
         backend.submit(generation)

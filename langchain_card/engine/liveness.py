@@ -18,7 +18,7 @@ STEP_DUE_SECONDS = 60.0
 """Limit for a step to begin once there is work for it."""
 PROCESS_START_SECONDS = 60.0
 """Extra time that a new process has until its first message."""
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 1.5
 """Extra time for a silent process: this process may have been suspended together with it (Ctrl-Z, a paused machine)."""
 BAD_HEARTBEATS = 2
 """Consecutive heartbeats with a hanging or lost target after which the process is killed."""

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from langchain_card import plugins
-from langchain_card.config import LEAST_NGRAM_BYTES, NGRAM, EngineConfig
+from langchain_card.config import NGRAM, EngineConfig
 from langchain_card.core.messages import TARGET
 from langchain_card.core.query import DrafterTraits
 from langchain_card.drafters.model import ModelDrafter
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import LEAST_NGRAM_BYTES
 from langchain_card.ports import Drafter, Setting
 
 

@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from langchain_card.core.messages import TARGET
-from langchain_card.engine.isolated.supervisor import NAME as ENGINE_PROCESS
+from langchain_card.engine.isolated.process_pool import NAME as ENGINE_PROCESS
+from langchain_card.engine.isolated.process_pool import PART
 from langchain_card.ports import Health
 from langchain_card.serve.error_bodies import RETRY_AFTER_SECONDS
 from langchain_card.serve.service import Service
@@ -18,7 +19,7 @@ from langchain_card.serve.service import Service
 Status = Literal["ok", "degraded", "failing", "draining"]
 
 _NEEDED = (TARGET, ENGINE_PROCESS)
-"""Workers without which no answer is written; without the others answers are the same but slower."""
+"""Workers without which an engine writes no answer; without the others its answers are the same but slower."""
 
 
 class WorkerHealth(BaseModel):
@@ -67,11 +68,16 @@ def health_routes(service: Service) -> APIRouter:
 
 
 def judge(workers: dict[str, Health]) -> Status:
-    """Return the status of a service with these workers."""
-    unwell = [name for name, health in workers.items() if not health.ok]
-    if any(name in _NEEDED for name in unwell):
-        return "failing"
-    return "degraded" if unwell else "ok"
+    """Return the status of a service with these workers: it fails when none of its engines can answer."""
+    if all(health.ok for health in workers.values()):
+        return "ok"
+    engines: dict[str, bool] = {}
+    for name, health in workers.items():
+        engine, _, worker = name.rpartition(PART)
+        if name.startswith(f"{ENGINE_PROCESS} "):  # one of several
+            engine, worker = (engine, worker) if engine else (name, ENGINE_PROCESS)
+        engines[engine] = engines.get(engine, True) and (health.ok or worker not in _NEEDED)
+    return "degraded" if any(engines.values()) else "failing"
 
 
 def _worker_health(health: Health) -> WorkerHealth:

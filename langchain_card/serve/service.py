@@ -24,6 +24,7 @@ from langchain_card.serve.waiting import ClientLeft, PendingAnswer
 T = TypeVar("T")
 
 DEADLINE_HEADER = "x-request-timeout"
+SESSION_HEADER = "x-session-id"
 _FINAL_EVENT_SECONDS = 1.0
 """Seconds that a client has to read the event with the reason why its answer ends early."""
 log = logging.getLogger(__name__)
@@ -79,13 +80,16 @@ class Service:
         """What requests may name: the model and its adapters."""
         return (*self.names, *self.model.adapters)
 
-    def reader(self, request: Request, consumer: AnswerConsumer, name: str | None = None) -> CARDChatModel:
+    def reader(
+        self, request: Request, consumer: AnswerConsumer, name: str | None = None, session: str = ""
+    ) -> CARDChatModel:
         """Return the model for one request. With keys, it drafts only from texts of requests with the same key.
 
         Args:
             request: the request.
             consumer: receives its generations.
             name: what the request names, the model or an adapter; None where it names nothing.
+            session: name of the conversation, unless the request has the header `x-session-id`.
 
         Raises:
             Refused: there is nothing of this name.
@@ -95,6 +99,7 @@ class Service:
             self.check_name(name)
             reader.adapter = name if name in self.model.adapters else ""
         reader.tenant = getattr(request.state, "tenant", reader.tenant)
+        reader.session = request.headers.get(SESSION_HEADER) or session or reader.session
         return reader
 
     def state(self) -> EngineState:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from langchain_card import plugins
-from langchain_card.config import EngineConfig, Limits, Pins, Schedule
+from langchain_card.config import EngineConfig, Schedule
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
+from langchain_card.limits import Limits, Pins
 from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.ports import Drafter, Setting
 from langchain_card.runtime.threads import single_threaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -64,6 +65,16 @@ def to_conversation(messages: Sequence[BaseMessage], model: str) -> list[Turn]:
     if not messages:
         raise InvalidInputError("messages", [], "must hold at least one message", "pass a string or a list of messages")
     return [_turn(part, model) for message in messages for part in _parts(message)]
+
+
+def session_of(conversation: Sequence[Turn]) -> str:
+    """Return a name for a conversation, which stays while it grows: a hash of its turns up to the user's first one."""
+    code = hashlib.sha256()
+    for turn in conversation:
+        code.update(f"{turn['role']}\n{turn.get('content')}\n".encode(errors="replace"))
+        if turn["role"] == "user":
+            break
+    return code.hexdigest()
 
 
 def encode(

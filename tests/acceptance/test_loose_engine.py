@@ -13,7 +13,7 @@ import torch
 
 from langchain_card import plugins
 from langchain_card.acceptance.loose import LooseRule
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
 from langchain_card.core.request import RequestStats, SamplingParams
 from langchain_card.core.walk import mismatches
@@ -21,6 +21,7 @@ from langchain_card.engine import build
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import row_paths
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.ports import Setting
 from langchain_card.runtime.sampling import gumbel_noise
 from tests.simulation import FixedPolicy, ToyDrafter

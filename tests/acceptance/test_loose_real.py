@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from langchain_card.config import EngineConfig, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.limits import Pins
 from langchain_card.text.prompt import encode
 
 pytestmark = [pytest.mark.pair, pytest.mark.timeout(1800)]

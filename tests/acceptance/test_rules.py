@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import ExactRule
+from langchain_card.limits import Limits
 
 OWN, DRAFTED = (11, 12, 13), (11, 99)  # what the target chooses, and what stands in the window
 

@@ -26,9 +26,10 @@ from langchain_card.bench.peers import peer, weights
 from langchain_card.bench.peers.peer import Peer
 from langchain_card.bench.plots import plot_comparison
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import CorruptModelError, EngineError, InvalidInputError
+from langchain_card.limits import Pins
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

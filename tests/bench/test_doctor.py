@@ -15,11 +15,12 @@ import torch
 from langchain_card.bench import doctor, machine
 from langchain_card.bench.step_times import Device
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Limits, Schedule
+from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError
+from langchain_card.limits import Limits
 from langchain_card.models import loader
 from langchain_card.models.budget import check_budget
 from langchain_card.models.loader import resolve

@@ -16,8 +16,9 @@ from langchain_card.bench.method import Served
 from langchain_card.bench.method_table import LOAD_SETS
 from langchain_card.bench.prompts import named_sets
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.errors import EngineError
+from langchain_card.limits import Pins
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,9 +15,10 @@ from langchain_card.bench.long_texts import SOURCES, compare_long_texts, long_te
 from langchain_card.bench.method import Run, longest_gap
 from langchain_card.bench.methods import DecodeOptions, EngineMethod
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Pins
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

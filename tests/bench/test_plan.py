@@ -17,10 +17,11 @@ from langchain_card.bench.bounds import Measured
 from langchain_card.bench.measure_stacks import verdict
 from langchain_card.bench.plan import Case, Edge, Plan, best_plans, rank_stacks, refined
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Limits, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.core.controller import Controller
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.lower_level import LowerLevel
+from langchain_card.limits import Limits, Pins
 from tests.simulation import ToyDrafter, ToyTarget
 from tests.simulation.simulated import simulate
 from tests.support import tiny

@@ -16,7 +16,7 @@ import pytest
 from langchain_card.bench.plots import draw_timeline, plot_timeline
 from langchain_card.bench.timeline import Timeline, Tracer, corrections, to_perfetto
 from langchain_card.cli import main
-from langchain_card.config import EngineConfig, Limits, Pins, Schedule
+from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
@@ -25,6 +25,7 @@ from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits, Pins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = list(range(40, 60))

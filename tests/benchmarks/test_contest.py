@@ -18,8 +18,8 @@ from benchmarks.contest.changes import Change, change, changes
 from benchmarks.contest.contenders import Costs
 from benchmarks.contest.devices import costs_of, load_device
 from benchmarks.contest.traces import Trace, shipped
-from langchain_card.config import Limits, Pins
 from langchain_card.core.controller import Controller
+from langchain_card.limits import Limits, Pins
 from tests.support import ROOT
 
 KINDS = shipped()

@@ -9,8 +9,8 @@ from langchain_core.caches import InMemoryCache
 
 from langchain_card import CARDChatModel, plugins
 from langchain_card.chat.sampling_options import SamplingOptions
-from langchain_card.config import Limits, Pins
 from langchain_card.engine.engine import Engine
+from langchain_card.limits import Limits, Pins
 
 SAME: list[dict[str, Any]] = [
     {"schedule": "plain"},

@@ -15,8 +15,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
 from langchain_card import CARDChatModel, chat_model
-from langchain_card.config import Pins
 from langchain_card.errors import ContextOverflowError, InvalidInputError
+from langchain_card.limits import Pins
 from tests.support import SMALL, tiny
 
 REPEAT = "Repeat this exactly: one two three four five six seven"

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from langchain_card import CARDChatModel
 from langchain_card.chat.field_docs import INHERITED, described
-from langchain_card.config import Limits, Pins
+from langchain_card.limits import Limits, Pins
 
 OTHER: dict[str, Any] = {
     "draft_model": "ngram",

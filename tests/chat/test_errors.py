@@ -16,11 +16,11 @@ from langchain_core.messages import AIMessage, HumanMessage
 
 from langchain_card import CARDChatModel, errors
 from langchain_card.chat.error_mapping import langchain_errors, langchain_kind
-from langchain_card.config import Limits
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import CARDError, EngineBusyError
+from langchain_card.limits import Limits
 from langchain_card.models.store import ModelStore
 
 TOO_LONG = "word " * 500

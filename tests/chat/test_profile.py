@@ -18,11 +18,12 @@ from pydantic import BaseModel
 from langchain_card import CARDChatModel
 from langchain_card.chat import base as contract
 from langchain_card.chat.base import profile_of
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.shared import EngineLease
 from langchain_card.errors import ContextOverflowError, ModelStoreError
+from langchain_card.limits import Limits
 from langchain_card.models import headers
 from langchain_card.models.download import BUILTINS
 from langchain_card.models.store import ModelStore

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from pydantic import AnyHttpUrl
 
-from langchain_card.config import Limits
 from langchain_card.constraints import compiler
 from langchain_card.constraints.compiler import Grammars, Matcher
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.testing.tokenizer import byte_tokenizer
 from tests.support.grammars import PADDED, eos, grammars, tokenizer
 from tests.support.schemas import Schema, random_schema, satisfies

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from langchain_card import plugins
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.core import messages as m
@@ -27,6 +27,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.engine import build, target_worker
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
+from langchain_card.limits import Limits
 from langchain_card.runtime.guide import Guide
 from langchain_card.text.tool_form import tool_form
 from langchain_card.text.tool_grammar import AnswerShape, Thinking, answer_grammar

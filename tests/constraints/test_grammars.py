@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.constraints.json_schema import json_grammar
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine import build
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
 from langchain_card.errors import ContextOverflowError, InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.runtime.runner import ModelRunner
 from tests.simulation import FixedPolicy
 from tests.support import naive

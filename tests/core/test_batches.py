@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from langchain_card.config import Limits
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.controller import FIRST_READ, Controller
 from langchain_card.core.costs import Mean
 from langchain_card.core.messages import Proposal
 from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.request import Request, SamplingParams
+from langchain_card.limits import Limits
 from langchain_card.ports import Budget
 from tests.simulation import ToyDrafter, ToyModel, ToyTarget
 from tests.simulation.simulated import Simulation

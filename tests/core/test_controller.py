@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from langchain_card.config import EngineConfig, Limits, Pins, Schedule
+from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.candidates import Frontier
 from langchain_card.core.controller import LEAST_READ, MIN_CHANCE, READ_STEPS, Controller
 from langchain_card.core.costs import Mean, StepTimes
 from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits, Pins
 from tests.simulation import ToyDrafter, ToyModel, ToyTarget
 from tests.simulation.simulated import Simulation, simulate
 

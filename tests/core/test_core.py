@@ -11,7 +11,6 @@ from unittest.mock import ANY
 
 import pytest
 
-from langchain_card.config import Limits, Pins
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import DEAD, CandidateTree
 from langchain_card.core.controller import Controller
@@ -21,6 +20,7 @@ from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import FinishReason, Request, SamplingParams
 from langchain_card.core.walk import ExactRule
 from langchain_card.drafters.tree import DraftTree
+from langchain_card.limits import Limits, Pins
 from tests.simulation import FixedPolicy
 from tests.support.rounds import coordinator, propose, run_round
 

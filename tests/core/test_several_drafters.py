@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from langchain_card.config import Limits, Schedule
+from langchain_card.config import Schedule
 from langchain_card.core import messages as m
 from langchain_card.core import query
 from langchain_card.core.candidates import CandidateTree, frontier
@@ -20,6 +20,7 @@ from langchain_card.core.messages import Proposal
 from langchain_card.core.policy import Load, TextStats
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats, SamplingParams
+from langchain_card.limits import Limits
 from langchain_card.ports import Budget, Drafter
 from tests.simulation import FixedPolicy
 from tests.simulation.simulated import Simulation

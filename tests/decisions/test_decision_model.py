@@ -12,8 +12,8 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from pydantic import ValidationError
 
 from langchain_card import CARDChatModel
-from langchain_card.config import Limits
 from langchain_card.errors import EngineClosedError, GenerationTimeoutError, InvalidInputError, UnsupportedContentError
+from langchain_card.limits import Limits
 
 decisions = pytest.importorskip("langchain_core.decisions", reason="langchain-core before 1.8 has no decision models")
 

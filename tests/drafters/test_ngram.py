@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from benchmarks.contest.traces import shipped
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.ngram.drafter import NgramDrafter
 from langchain_card.drafters.ngram.table import MAX_MATCH, PAGE, WAYS, Table, Tenants, TextCursor
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.ports import Budget, Setting
 
 LEAST = 1 << 16

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from langchain_card import CARDChatModel, plugins
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.messages import Proposal
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.draft_step import likeliest
@@ -24,6 +24,7 @@ from langchain_card.engine import build
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.plugin_drafters import choose
 from langchain_card.errors import CARDError, InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.ports import Budget, Setting
 from langchain_card.testing.hostile import FAILURES, FailingDrafter
 from tests.simulation import FixedPolicy, ToyDrafter, ToyModel, invariants

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Limits, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.limits import Limits, Pins
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.kv_cache import KVCache, KVPool, TensorKV
 from langchain_card.runtime.rows import Rows

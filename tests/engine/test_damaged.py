@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import EngineError
+from langchain_card.limits import Limits
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from tests.support import tiny
 from tests.support.prefixes import WHOLE

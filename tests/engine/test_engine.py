@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine import build
@@ -26,6 +26,7 @@ from langchain_card.errors import (
     InvalidInputError,
     VocabularyMismatchError,
 )
+from langchain_card.limits import Pins
 from langchain_card.models import loader
 from langchain_card.runtime import draft_form
 from tests.simulation import FixedPolicy
@@ -207,7 +208,7 @@ def test_draining_finishes_what_was_taken_and_takes_no_more(pair: tuple[str, str
 
 
 def test_the_queue_is_bounded(pair: tuple[str, str]) -> None:
-    from langchain_card.config import Limits
+    from langchain_card.limits import Limits
 
     with Engine(config(pair, limits=Limits(max_queue=2))) as engine:
         held = [engine.submit(PROMPT, SamplingParams(max_tokens=500))]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.controller import Controller
@@ -28,6 +28,7 @@ from langchain_card.drafters.tree import MAX_NODES, DraftTree
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import EngineError, InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.runtime.runner import ModelRunner
 from tests.support import tiny
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.labels import LabelWeighing, groups
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 from tests.support.isolated import process_of
 from tests.support.labels import direct
 

@@ -12,11 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.liveness import FIRST_STEP_SECONDS, MIN_STEP_SECONDS, STEP_DUE_SECONDS, StepWatch
 from langchain_card.engine.transports import process
+from langchain_card.limits import Limits
 from langchain_card.ports import Health
 from tests.support import tiny
 from tests.support.processes import gone, wait_until

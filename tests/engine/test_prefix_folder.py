@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from langchain_card import runtime
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import prefix_folder
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.prefix_folder import BLOCK, LEAST_TOKENS, dependencies
+from langchain_card.limits import Limits
 from langchain_card.models.files import source_hash
 from langchain_card.models.loader import resolve
 from langchain_card.models.store import default_cache

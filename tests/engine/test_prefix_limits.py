@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.messages import Reading
 from langchain_card.core.request import FinishReason, SamplingParams
 from langchain_card.engine import prefix_folder, target_worker
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.isolated.supervisor import END_SECONDS
+from langchain_card.engine.isolated.engine_process import END_SECONDS
 from langchain_card.engine.prefix_folder import BLOCK, CLOSE_SECONDS, _shared_secret
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.models.files import MARGIN
 from langchain_card.models.store import ModelStore
 from tests.support.held import held

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.messages import Reading
 from langchain_card.core.request import FinishReason, Request, RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.limits import Limits
 from tests.support.held import held
 
 pytestmark = pytest.mark.usefixtures("one_thread")

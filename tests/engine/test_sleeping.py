@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from langchain_card.config import Limits
 from langchain_card.core.policy import Load
+from langchain_card.limits import Limits
 from tests.simulation import ToyModel
 from tests.simulation.sleeping import TOKENS, TRIES, SleepingEngine, virtual
 

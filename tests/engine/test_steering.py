@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from langchain_card import CARDChatModel, plugins
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import build, target_worker
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TokenHistory
 from langchain_card.errors import EngineError, InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.ports import Setting, Steering
 from langchain_card.runtime.sampling import token_logprobs
 from tests.simulation import FixedPolicy

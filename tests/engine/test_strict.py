@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import build
 from langchain_card.engine.engine import Engine
+from langchain_card.limits import Limits
 from langchain_card.runtime import threads
 from tests.simulation import FixedPolicy
 from tests.support import tiny

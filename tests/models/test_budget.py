@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.engine.drafter_hosts import SCRATCH as DRAFT_SCRATCH
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError
+from langchain_card.limits import Limits
 from langchain_card.models import loader
 from langchain_card.models.budget import FIXED_RESERVE, ModelNeeds, check_budget, free_bytes, weight_bytes
 from langchain_card.models.loader import Pair, acquire_model, load_model, release_model, resolve

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.messages import NO_TOKEN
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.drafters.model import RANK_PRIOR, ModelDrafter, RankChances
 from langchain_card.drafters.tree import DraftTree
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.ports import Budget
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import NUCLEUS_WIDTH, Sampler, choose, gumbel_noise, likeliest, token_logprobs

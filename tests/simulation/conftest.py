@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.engine import build
+from langchain_card.limits import Limits
 from tests.support import tiny
 from tests.support.placed import answers, policy
 

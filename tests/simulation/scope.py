@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from langchain_card.config import Limits, Schedule
+from langchain_card.config import Schedule
+from langchain_card.limits import Limits
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from langchain_card.config import Limits
+from langchain_card.limits import Limits
 from tests.simulation import FixedPolicy, Scope
 
 SMALL = Limits(max_num_seqs=2, max_window=3, max_lead=2, max_tree_nodes=3, max_queue=2)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.core.policy import Policy
 from langchain_card.core.query import DrafterTraits
 from langchain_card.core.request import Request, RequestStats
 from langchain_card.engine.draft_worker import DraftWorker
+from langchain_card.limits import Limits
 from langchain_card.ports import Drafter
 from tests.simulation.process import Draft
 from tests.simulation.toy import ToyDrafter, ToyTarget

@@ -15,7 +15,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
@@ -26,6 +25,7 @@ from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.transports.thread import ThreadTransport
+from langchain_card.limits import Limits
 from langchain_card.ports import Budget, Transport
 from langchain_card.testing.tokenizer import byte_tokenizer
 from langchain_card.text.detokenizer import Detokenizer

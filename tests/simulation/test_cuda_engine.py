@@ -14,13 +14,14 @@ import pytest
 import torch
 from transformers import Phi3Config
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.draft_placement import may_choose
 from langchain_card.engine.drafter_hosts import needs_process
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import DeviceLostError
+from langchain_card.limits import Limits
 from langchain_card.models.loader import is_loaded, resolve
 from langchain_card.runtime.step_timer import StepTimer
 from tests.simulation.cuda import simulated_cuda

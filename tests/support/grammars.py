@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from langchain_card.config import Limits
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.constraints.json_schema import json_grammar
+from langchain_card.limits import Limits
 from langchain_card.testing.tokenizer import byte_tokenizer
 from tests.support import vocabularies
 from tests.support.schemas import Schema

@@ -8,7 +8,8 @@ import psutil
 
 from langchain_card.core.request import FinishReason, Request, RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.isolated.supervisor import Supervisor
+from langchain_card.engine.isolated.process_pool import ProcessPool
+from langchain_card.engine.relay.relay import Relay
 from tests.support.processes import wait_until
 
 
@@ -35,8 +36,14 @@ class Waiting:
         self.ends.append(error)
 
 
-def process_of(engine: Engine) -> psutil.Process:
-    supervisor = engine.backend
-    assert isinstance(supervisor, Supervisor)
-    wait_until(lambda: supervisor.pid is not None)
-    return psutil.Process(supervisor.pid)
+def pool_of(engine: Engine) -> ProcessPool:
+    """The processes of an isolated engine."""
+    assert isinstance(engine.backend, Relay) and isinstance(engine.backend.pool, ProcessPool)
+    return engine.backend.pool
+
+
+def process_of(engine: Engine, number: int = 0) -> psutil.Process:
+    """A process of an isolated engine."""
+    process = pool_of(engine).processes[number]
+    wait_until(lambda: process.pid is not None)
+    return psutil.Process(process.pid)

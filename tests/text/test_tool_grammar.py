@@ -13,9 +13,9 @@ import pytest
 
 from langchain_card.chat.reasoning import Thoughts
 from langchain_card.chat.schemas import tool_dict
-from langchain_card.config import Limits
 from langchain_card.constraints.compiler import Grammars, Matcher
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
 from langchain_card.text.call_reader import CallReader
 from langchain_card.text.tool_form import FENCED, TAGGED
 from langchain_card.text.tool_grammar import MAX_CALLS, AnswerShape, Thinking, answer_grammar

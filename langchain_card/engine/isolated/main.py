@@ -13,19 +13,14 @@ from langchain_card.engine.isolated.messages import (
     FROM_ENGINE,
     TO_ENGINE,
     Announce,
-    Began,
-    Committed,
-    Drain,
-    Ended,
     EngineHeartbeat,
     Loaded,
     LoadEngine,
     LoadStep,
-    Pause,
-    RequestFailed,
+    Refused,
     Stop,
-    Submit,
 )
+from langchain_card.engine.relay.messages import Began, Committed, Ended, Submit
 from langchain_card.engine.transports.child_process import fail, send_heartbeats, serve_parent
 from langchain_card.engine.transports.frames import Failed, Wire
 from langchain_card.errors import DeviceLostError
@@ -67,12 +62,8 @@ def _handle(message: Any, engine: Engine, wire: Wire) -> None:
                 consumer.fail(error)
         case Stop(request_id, num_tokens):
             backend.stop(request_id, num_tokens)
-        case Pause(request_id, paused):
-            backend.pause(request_id, paused)
         case Announce(count):
             backend.announce(count)
-        case Drain():
-            backend.drain()
 
 
 class _ForwardingProgress:
@@ -115,7 +106,7 @@ class _ForwardingConsumer:
         """Forward the failure of the request; end this process if another one could go on with the answer."""
         if isinstance(error, DeviceLostError):
             fail(self._wire, error)
-        self._send(RequestFailed(self.request.request_id, Failed.of(error)))
+        self._send(Refused(self.request.request_id, Failed.of(error)))
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):

@@ -1,16 +1,17 @@
-"""Messages between an engine in a process of its own and its supervisor."""
+"""Messages between an engine in a process of its own and the process that started it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from langchain_card.config import EngineConfig, Limits
-from langchain_card.core.messages import Reading, TokenLogprob
-from langchain_card.core.request import FinishReason, Request, RequestStats
+from langchain_card.config import EngineConfig
+from langchain_card.core.messages import Reading
+from langchain_card.engine.relay.messages import Began, Committed, Ended, Submit
 from langchain_card.engine.transports.frames import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, Direction, Failed, Logged
+from langchain_card.limits import Limits
 from langchain_card.ports import Health
 
-# To the engine.
+# To the engine, besides `Submit`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +19,6 @@ class LoadEngine:
     """First message to the process: the engine to load."""
 
     config: EngineConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A call of `ports.Backend.submit`; `output_ids` were generated before earlier processes died."""
-
-    request: Request
-    output_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +30,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """A call of `ports.Backend.pause`."""
-
-    request_id: int
-    paused: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Announce:
     """A call of `ports.Backend.announce`."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """A call of `ports.Backend.drain`."""
-
-
-# From the engine.
+# From the engine, besides `Began`, `Reading`, `Committed` and `Ended`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +55,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
-    """Report that the target starts to work on a request."""
-
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Committed tokens (the fields of `core.messages.Emit`), and the request's statistics so far."""
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    sources: tuple[str, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    stats: RequestStats
-    hit: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Report that a request ended."""
-
-    request_id: int
-    reason: FinishReason
-    stats: RequestStats
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
+class Refused:
     """Report that a request could not be served."""
 
     request_id: int
@@ -117,8 +69,7 @@ class EngineHeartbeat:
     workers: dict[str, Health]
 
 
-TO_ENGINE = Direction((LoadEngine, Submit, Stop, Pause, Announce, Drain), MAX_COMMAND_BYTES)
+TO_ENGINE = Direction((LoadEngine, Submit, Stop, Announce), MAX_COMMAND_BYTES)
 FROM_ENGINE = Direction(
-    (LoadStep, Loaded, Began, Reading, Committed, Ended, RequestFailed, EngineHeartbeat, Logged, Failed),
-    MAX_REPORT_BYTES,
+    (LoadStep, Loaded, Began, Reading, Committed, Ended, Refused, EngineHeartbeat, Logged, Failed), MAX_REPORT_BYTES
 )

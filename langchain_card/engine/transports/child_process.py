@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from langchain_card.engine.transports.frames import MAX_TEXT_CHARS, Direction, Failed, Logged, Wire
@@ -25,10 +25,11 @@ END_SECONDS = 2.0
 PARENT_POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
 
-# Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; the parent handles them.
+# Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; the parent handles them. Cores are
+# set before libraries count them.
 _CODE = (
-    "import signal, sys; [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
-    "sys.path[:] = sys.argv[4:]; from {} import main; main()"
+    "import os, signal, sys; [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]; "
+    "{}sys.path[:] = sys.argv[4:]; from {} import main; main()"
 )
 
 
@@ -49,6 +50,8 @@ class ChildProcess:
         on_death: called once, after the last message, unless `close` ended the process: it was killed, it raised, it
             sent a malformed message, or a message could not be sent to it.
         end_seconds: time for it to end by itself before it is killed.
+        cores: numbers of the cores that it may use; () for those of this process.
+        environment: variables of its environment, besides those of this process.
 
     Raises:
         EngineError: no process could be started.
@@ -67,13 +70,15 @@ class ChildProcess:
         on_message: Callable[[Any], None],
         on_death: Callable[[BaseException], None],
         end_seconds: float = END_SECONDS,
+        cores: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._end_seconds = end_seconds
         self._name, self._first, self._outbox = name, first, outbox
         self._on_message, self._on_death = on_message, on_death
         self._error: BaseException | None = None
         self._closing = False
-        self._process, connection = _spawn(module, name)
+        self._process, connection = _spawn(module, name, cores, environment or {})
         self._wire = Wire(connection, sends=sends, takes=takes)
         self._threads = [
             threading.Thread(target=target, name=f"{thread_name}-{target.__name__.strip('_')}", daemon=True)
@@ -135,15 +140,20 @@ class ChildProcess:
             self._on_death(self._error or EngineError(self._name, self.pid, *_describe_exit(code)))
 
 
-def _spawn(module: str, name: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(
+    module: str, name: str, cores: Sequence[int], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start an interpreter with this one's module path; return the process and the parent's end of the connection."""
     ours, theirs = socket.socketpair()
     level = logging.getLogger("langchain_card").getEffectiveLevel()
     numbers = map(str, (theirs.fileno(), level, os.getpid()))
-    command = [sys.executable, "-c", _CODE.format(module), *numbers, *map(str, sys.path)]
+    pinned = f"os.sched_setaffinity(0, {[*cores]}); " if cores else ""
+    command = [sys.executable, "-c", _CODE.format(pinned, module), *numbers, *map(str, sys.path)]
     with theirs:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])  # noqa: S603
+            process = subprocess.Popen(  # noqa: S603
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, **environment}
+            )
         except OSError as error:
             ours.close()
             hint = "is there enough memory"

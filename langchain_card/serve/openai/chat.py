@@ -31,7 +31,7 @@ def chat_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=STREAMED, summary="Answer a conversation")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        model = service.reader(request, consumer := AnswerConsumer(), body.model)
+        model = service.reader(request, consumer := AnswerConsumer(), body.model, body.session)
         service.check_messages(len(body.messages))
         messages, options, name = to_messages(body.messages), body.options, body.model
         stop = [body.stop] if isinstance(body.stop, str) else body.stop

@@ -30,7 +30,7 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", responses=STREAMED, summary="Continue a text")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        model = service.reader(request, consumer := AnswerConsumer(), body.model)
+        model = service.reader(request, consumer := AnswerConsumer(), body.model, body.session)
         text = Continuation(model, body, consumer)
         if body.stream:
             return await Exchange(service, request, text.stream(), consumer, "prompt").stream(list)

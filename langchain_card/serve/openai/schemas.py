@@ -124,6 +124,10 @@ class Decoding(BaseModel):
     seed: Whole | None = None
     stop: str | list[str] | None = None
     schedule: Schedule | None = None
+    prompt_cache_key: Name | None = Field(
+        default=None, description="name of the conversation; where there are replicas, one of them answers all of it"
+    )
+    user: Name | None = None
     card: StrictBool = Field(
         default=False, description="add to each event the drafter that proposed each of its tokens"
     )
@@ -157,6 +161,11 @@ class Decoding(BaseModel):
         """Return the options of a call of the chat model."""
         return self._given(*(name for name in Decoding.model_fields if name not in _NO_OPTIONS))
 
+    @property
+    def session(self) -> str:
+        """Return the name of the conversation, or ""."""
+        return self.prompt_cache_key or self.user or ""
+
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -166,7 +175,7 @@ class Decoding(BaseModel):
                 raise InvalidInputError(name, value, "is not supported", hint)
 
 
-_NO_OPTIONS = ("model", "stream", "stream_options", "n", "card", "stop")
+_NO_OPTIONS = ("model", "stream", "stream_options", "n", "card", "stop", "prompt_cache_key", "user")
 
 
 class ChatRequest(Decoding):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
+from langchain_card.limits import Limits
 from tests.support import packages, tiny
 from tests.support.isolated import process_of
 from tests.support.processes import gone, wait_until

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from langchain_card import errors
-from langchain_card.config import EngineConfig, Limits, Pins
+from langchain_card.config import EngineConfig
 from langchain_card.core import messages as m
 from langchain_card.core.request import FinishReason, Request, RequestStats, SamplingParams
 from langchain_card.engine.isolated import messages as f
@@ -33,6 +33,7 @@ from langchain_card.engine.transports.frames import (
     WorkerHeartbeat,
 )
 from langchain_card.errors import CARDError, DeviceError, EngineError
+from langchain_card.limits import Limits, Pins
 from langchain_card.ports import Health
 
 
@@ -173,7 +174,7 @@ def test_messages_arrive_in_order_until_the_other_end_is_gone() -> None:
     process.close()
 
 
-def test_what_an_engine_and_its_supervisor_say() -> None:
+def test_messages_of_an_engine_in_a_process() -> None:
     params = SamplingParams(stop=("x",), logit_bias=((1, 2.0),), grammar="start: /a/")
     request = Request(3, (1, 2), params, (0,), labels=((4, 5), (4,)))
     stats = RequestStats(
@@ -186,12 +187,12 @@ def test_what_an_engine_and_its_supervisor_say() -> None:
     said: dict[Direction, list[Any]] = {
         f.TO_ENGINE: [
             f.LoadEngine(EngineConfig("a", None, limits=Limits(max_num_seqs=3), pins=Pins(window=4), isolate=True)),
-            f.Submit(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Pause(3, paused=True), f.Announce(4), f.Drain(),
+            f.Submit(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Announce(4),
         ],
         f.FROM_ENGINE: [
             f.LoadStep("load a"), f.Loaded(Limits(), "auto"), f.Began(3), m.Reading(3, 512, 900), Logged("a", 20, "b"),
             f.Committed(3, (7,), ("model",), logprobs, stats),
-            f.Ended(3, FinishReason.LENGTH, stats), f.RequestFailed(3, Failed("EngineError", "no")),
+            f.Ended(3, FinishReason.LENGTH, stats), f.Refused(3, Failed("EngineError", "no")),
             Failed("KeyError", "x"),
             f.EngineHeartbeat({"target": Health("up", 1.5, 20.0), "model": Health("given up")}),
         ],

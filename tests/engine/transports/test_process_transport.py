@@ -16,11 +16,11 @@ import psutil
 import pytest
 from typing_extensions import Self
 
-from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.transports.process import ProcessTransport
 from langchain_card.errors import DeviceError, EngineError
+from langchain_card.limits import Limits
 from tests.simulation import FixedPolicy, ToyModel
 from tests.simulation.invariants import check_prefixes
 from tests.simulation.sleeping import TOKENS, TRIES, SleepingEngine, virtual

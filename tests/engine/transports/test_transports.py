@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from langchain_card.config import Limits
 from langchain_card.core import messages as m
 from langchain_card.core.candidates import CandidateTree
 from langchain_card.core.drafter_state import DrafterState
@@ -17,6 +16,7 @@ from langchain_card.core.request import Request, SamplingParams
 from langchain_card.engine.draft_worker import DraftWorker
 from langchain_card.engine.transports import thread
 from langchain_card.engine.transports.thread import Mailbox, ThreadTransport
+from langchain_card.limits import Limits
 from langchain_card.ports import Budget, DraftCommand
 from tests.simulation import ToyDrafter, ToyModel
 from tests.simulation.sleeping import SleepingEngine

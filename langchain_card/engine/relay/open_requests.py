@@ -1,4 +1,4 @@
-"""`OpenRequest`: the supervisor's record of a request that has not ended."""
+"""`OpenRequest`: a relay's record of a request that has not ended."""
 
 from __future__ import annotations
 
@@ -6,38 +6,48 @@ from dataclasses import dataclass, field, fields, replace
 
 from langchain_card.core.messages import Emit
 from langchain_card.core.request import FinishReason, RequestStats
+from langchain_card.engine.relay.messages import Submit
+from langchain_card.engine.relay.pool import Attempt
 from langchain_card.errors import EngineError
 from langchain_card.ports import Consumer
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that has not ended. It may outlive several engine processes.
+    """A request that has not ended. It may outlive several engines.
 
     Attributes:
         consumer: takes the answer.
         output_ids: the answer's tokens so far.
-        stats: statistics over all processes; earlier: over those that died.
-        sent: whether the present process has the request; begun: whether its target works on it.
+        stats: statistics over all engines; earlier: over those before the present one.
+        attempt: the present engine's work on it; None while none works on it.
+        number: number of attempts that were left; their replies are ignored.
+        begun: whether the present engine's target works on it.
         paused: whether the consumer does not read.
         aborted: whether the consumer gave up.
         num_tokens: number of tokens that count, where a stop string ended the answer.
-        deaths: consecutive processes that died while they worked on the request, without a token of it.
+        deaths: consecutive engines that died while they worked on the request, without a token of it.
     """
 
     consumer: Consumer
     output_ids: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     earlier: RequestStats | None = None
-    sent: bool = False
+    attempt: Attempt | None = None
+    number: int = 0
     begun: bool = False
     aborted: bool = False
     paused: bool = False
     num_tokens: int | None = None
     deaths: int = 0
 
+    @property
+    def rest(self) -> Submit:
+        """The message to the next engine."""
+        return Submit(self.consumer.request, tuple(self.output_ids))
+
     def push(self, emit: Emit, stats: RequestStats) -> None:
-        """Hand tokens to the consumer; raises what the consumer raises."""
+        """Append tokens to the answer and hand them to the consumer; raises what the consumer raises."""
         self.output_ids += emit.token_ids
         self.deaths = 0
         self.update_stats(stats)
@@ -55,14 +65,14 @@ class OpenRequest:
         return EngineError("request", self.consumer.request.request_id, f"its text could not be made ({error})")
 
     def update_stats(self, stats: RequestStats) -> None:
-        """Add the present process's statistics to those of the processes before it."""
+        """Add the present engine's statistics to those of the engines before it."""
         total = stats if self.earlier is None else stats.after(self.earlier)
         for item in fields(total):
             setattr(self.stats, item.name, getattr(total, item.name))
 
     @property
     def end(self) -> FinishReason | None:
-        """Finish reason of an answer that was complete when the process died; None if it goes on."""
+        """Finish reason of an answer that is complete without its engine's word; None if it goes on."""
         request = self.consumer.request
         if self.aborted:
             return FinishReason.ABORT
@@ -70,8 +80,15 @@ class OpenRequest:
             return FinishReason.LENGTH if self.stats.closed else FinishReason.STOP
         return FinishReason.LENGTH if len(self.output_ids) >= request.params.max_tokens else None
 
-    def outlive(self) -> None:
-        """Note that the process died: the next one continues from here."""
-        self.deaths += self.begun
-        self.sent = self.begun = False
+    def stop(self, num_tokens: int | None = None) -> bool:
+        """Let the present engine end it after so many tokens; None discards it. Return False if there is none."""
+        if self.attempt is not None:
+            self.attempt.stop(num_tokens)
+        return self.attempt is not None
+
+    def left(self, *, died: bool = False) -> None:
+        """Note that the present engine works on it no longer; the next one goes on from here."""
+        self.deaths += died and self.begun
+        self.attempt, self.begun = None, False
+        self.number += 1
         self.earlier = replace(self.stats)

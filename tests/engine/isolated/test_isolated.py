@@ -16,17 +16,17 @@ import pytest
 from langchain_core.messages import AIMessageChunk
 
 from langchain_card import CARDChatModel
-from langchain_card.config import EngineConfig, Limits
+from langchain_card.config import EngineConfig
 from langchain_card.core.messages import Emit
 from langchain_card.core.request import FinishReason, Request, RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated.main import _ForwardingConsumer
 from langchain_card.engine.isolated.messages import FROM_ENGINE, TO_ENGINE, Began
-from langchain_card.engine.isolated.supervisor import Supervisor
 from langchain_card.engine.transports.frames import Wire
 from langchain_card.errors import EngineClosedError, EngineError, ModelStoreError, UnsupportedModelError
+from langchain_card.limits import Limits
 from tests.support import tiny
-from tests.support.isolated import Waiting, process_of
+from tests.support.isolated import Waiting, pool_of, process_of
 from tests.support.processes import gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,7 +115,7 @@ def test_what_cannot_be_sent_fails_alone(engine: Engine, wanted: list[tuple[int,
     assert generation.result().token_ids == wanted[0]
     (error,) = bad.ends
     assert isinstance(error, EngineError) and isinstance(error.__cause__, UnicodeEncodeError)
-    assert "request = 1000000: it cannot be sent to the engine" in str(error)
+    assert "request = 1000000: it cannot be sent to an engine" in str(error)
     assert process_of(engine).pid == process.pid and not engine.num_open
 
 
@@ -151,11 +151,12 @@ def test_a_process_that_hangs_is_ended(pair: EngineConfig, wanted: list[tuple[in
 @pytest.mark.slow
 def test_one_that_always_dies_is_given_up(pair: EngineConfig) -> None:
     with Engine(isolated(pair, max_deaths=1)) as engine:
+        (process,) = pool_of(engine).processes
         for _ in range(2):
             process_of(engine).kill()
-            wait_until(lambda: engine.backend.pid is None, 30)  # type: ignore[attr-defined]
-            if engine.backend._error is None:  # type: ignore[attr-defined]
-                wait_until(lambda: engine.backend._is_up, 60)  # type: ignore[attr-defined]
+            wait_until(lambda: process.pid is None, 30)
+            if process.error is None:
+                wait_until(lambda: process.is_up, 60)
         with pytest.raises(EngineError, match=r"engine process = .*ended by signal 9"):
             engine.submit(*ASKED[0]).result()
 
@@ -163,7 +164,7 @@ def test_one_that_always_dies_is_given_up(pair: EngineConfig) -> None:
 @pytest.mark.slow
 def test_what_loading_raises_is_raised_here(tmp_path: Any, pair: EngineConfig) -> None:
     with pytest.raises((ModelStoreError, UnsupportedModelError)):
-        Supervisor(EngineConfig(str(tmp_path), None, isolate=True)).wait_ready()
+        Engine(EngineConfig(str(tmp_path), None, isolate=True))
 
 
 def test_stop_strings_aborts_and_slow_readers(engine: Engine, wanted: list[tuple[int, ...]]) -> None:
@@ -242,7 +243,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.engine.engine import Engine
 if __name__ == "__main__":
     engine = Engine(EngineConfig(sys.argv[1], "ngram", dtype="float64", max_model_len=512, isolate=True))
-    print(engine.backend.pid, flush=True)
+    print(engine.backend.pool.processes[0].pid, flush=True)
     time.sleep(600)
 """
 

@@ -1,0 +1,51 @@
+"""The engines behind a relay, as a Protocol: where they live and how they are reached is theirs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from langchain_card.engine.relay.messages import Reply, Submit
+from langchain_card.ports import Health
+
+
+class Attempt(Protocol):
+    """One engine's work on one request."""
+
+    def stop(self, num_tokens: int | None = None) -> None:
+        """End the request after so many tokens, or discard it; an `Ended` or an `EngineLost` still follows."""
+
+    def leave(self) -> None:
+        """Give the seat back; the answer goes on elsewhere, or later. Nothing that follows counts."""
+
+
+class EnginePool(Protocol):
+    """Engines that answer requests. All methods but `health` and `num_seats` are called on the relay's thread."""
+
+    @property
+    def num_seats(self) -> int:
+        """Number of requests that all engines together answer at once."""
+
+    def start(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Begin; `post` runs a function on the relay's thread, soon, from any thread."""
+
+    def submit(self, request: Submit, reply: Callable[[Reply], None]) -> Attempt:
+        """Choose an engine for a request, now or as soon as there is one.
+
+        Replies are made on the relay's thread, none before this returns.
+
+        Raises:
+            CARDError: the request cannot be sent to any engine.
+        """
+
+    def check(self) -> float | None:
+        """Do what is due, such as a restart; return the seconds until the next check, None for no other."""
+
+    def announce(self, count: int) -> None:
+        """Announce requests that are about to come."""
+
+    def health(self) -> dict[str, Health]:
+        """Return the health of engines and workers, by name; may be called from any thread."""
+
+    def close(self) -> None:
+        """End everything that this pool started."""
