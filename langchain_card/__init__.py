@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from langchain_card._version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel

@@ -16,7 +16,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import ConfigDict, PrivateAttr, model_validator
 from typing_extensions import Self, override
 
-from langchain_card._version import __version__
+from langchain_card import __version__
 from langchain_card.chat.answer import Answer, AnswerConsumer, consuming, consuming_in_task
 from langchain_card.chat.answer_shape import answer_shape, named_by_user
 from langchain_card.chat.batches import Batches, join_group

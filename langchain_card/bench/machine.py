@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from langchain_card._version import __version__
+from langchain_card import __version__
 from langchain_card.models.gguf import open_gguf
 from langchain_card.models.loader import ModelSpec
 from langchain_card.runtime.draft_form import HEAD

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from langchain_card._version import __version__
+from langchain_card import __version__
 from langchain_card.errors import CARDError
 
 COMMANDS = ("chat", "serve", "models", "bench", "ngrams", "plan", "trace", "doctor")

@@ -138,7 +138,9 @@ class Request:
     labels: tuple[tuple[int, ...], ...] = ()
 
 
-_TIMES = ("submitted", "started", "first_token", "ended")
+TIMES = ("submitted", "started", "first_token", "ended")
+"""Fields of `RequestStats` that hold times."""
+
 TABLES = ("verified_by_source", "accepted_by_source", "passes_by_accepted")
 """Fields of `RequestStats` that hold counts by name or number."""
 
@@ -224,7 +226,7 @@ class RequestStats:
 
     def after(self, earlier: RequestStats) -> RequestStats:
         """Return the sum with the counts of another engine, which began this answer."""
-        counts = [field.name for field in fields(self) if field.type in ("int", "float") and field.name not in _TIMES]
+        counts = [field.name for field in fields(self) if field.type in ("int", "float") and field.name not in TIMES]
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
         began = {name: getattr(earlier if earlier.rounds else self, name) for name in ("started", "first_token")}
         either = {name: getattr(earlier, name) or getattr(self, name) for name in ("closed", "lossy")}

@@ -38,8 +38,7 @@ import safetensors.torch as safetensors
 import torch
 from torch import Tensor
 
-from langchain_card import runtime
-from langchain_card._version import __version__
+from langchain_card import __version__, runtime
 from langchain_card.config import EngineConfig
 from langchain_card.errors import InvalidInputError
 from langchain_card.models.files import MARGIN, source_hash

@@ -12,7 +12,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from langchain_card._version import __version__
+from langchain_card import __version__
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.errors import CARDError
 from langchain_card.serve.error_bodies import Problem, Refused, validation_problem

@@ -19,7 +19,7 @@ from tests.support.placed import APART, GRAMMAR, GREEDY, PLACEMENTS, SAMPLED, SC
 
 pytestmark = pytest.mark.usefixtures("one_thread", "always_drafts")
 
-MAX_TOKENS = 112 if os.environ.get("CARD_EXPLORE") else 16
+MAX_TOKENS = 150 if os.environ.get("CARD_EXPLORE") else 16
 ALL = PLACEMENTS | {"two processes": APART}
 OPTIONS = {"greedy": GREEDY, "sampled": SAMPLED, "grammar": GRAMMAR}
 

@@ -17,10 +17,9 @@ from langchain_card.engine.isolated.messages import (
     Loaded,
     LoadEngine,
     LoadStep,
-    Refused,
     Stop,
 )
-from langchain_card.engine.relay.messages import Began, Committed, Ended, Submit
+from langchain_card.engine.relay.messages import Began, Committed, Ended, NotServed, Submit
 from langchain_card.engine.transports.child_process import fail, send_heartbeats, serve_parent
 from langchain_card.engine.transports.frames import Failed, Wire
 from langchain_card.errors import DeviceLostError
@@ -106,7 +105,7 @@ class _ForwardingConsumer:
         """Forward the failure of the request; end this process if another one could go on with the answer."""
         if isinstance(error, DeviceLostError):
             fail(self._wire, error)
-        self._send(Refused(self.request.request_id, Failed.of(error)))
+        self._send(NotServed(self.request.request_id, Failed.of(error)))
 
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):

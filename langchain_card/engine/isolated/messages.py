@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.messages import Reading
-from langchain_card.engine.relay.messages import Began, Committed, Ended, Submit
+from langchain_card.engine.relay.messages import Began, Committed, Ended, NotServed, Submit
 from langchain_card.engine.transports.frames import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, Direction, Failed, Logged
 from langchain_card.limits import Limits
 from langchain_card.ports import Health
@@ -36,7 +36,7 @@ class Announce:
     count: int
 
 
-# From the engine, besides `Began`, `Reading`, `Committed` and `Ended`.
+# From the engine, besides `Began`, `Reading`, `Committed`, `Ended` and `NotServed`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,6 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Report that a request could not be served."""
-
-    request_id: int
-    error: Failed
-
-
-@dataclass(frozen=True, slots=True)
 class EngineHeartbeat:
     """A sign of life, sent once a second, also while the engine loads: the health of its workers, by name."""
 
@@ -71,5 +63,5 @@ class EngineHeartbeat:
 
 TO_ENGINE = Direction((LoadEngine, Submit, Stop, Announce), MAX_COMMAND_BYTES)
 FROM_ENGINE = Direction(
-    (LoadStep, Loaded, Began, Reading, Committed, Ended, Refused, EngineHeartbeat, Logged, Failed), MAX_REPORT_BYTES
+    (LoadStep, Loaded, Began, Reading, Committed, Ended, NotServed, EngineHeartbeat, Logged, Failed), MAX_REPORT_BYTES
 )

@@ -17,7 +17,16 @@ from langchain_card.core.request import FinishReason, RequestStats, SamplingPara
 from langchain_card.engine.isolated import messages as m
 from langchain_card.engine.isolated.engine_process import EngineProcess
 from langchain_card.engine.isolated.sites import split
-from langchain_card.engine.relay.messages import Began, Committed, Ended, EngineLost, Reply, RequestFailed, Submit
+from langchain_card.engine.relay.messages import (
+    Began,
+    Committed,
+    Ended,
+    EngineLost,
+    NotServed,
+    Reply,
+    RequestFailed,
+    Submit,
+)
 from langchain_card.models.files import Progress, Silent
 from langchain_card.ports import Clock, Health
 
@@ -135,7 +144,7 @@ class ProcessPool:
                 attempt.reply(message)
             case Ended():
                 self.end(attempt, message)
-            case m.Refused(_, error):
+            case NotServed(_, error):
                 self.end(attempt, RequestFailed(error.error(process.name)))
 
     def on_lost(self, process: EngineProcess, error: BaseException) -> None:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from langchain_card.core.messages import Reading, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
+from langchain_card.engine.transports.frames import Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,14 @@ class Ended:
     request_id: int
     reason: FinishReason
     stats: RequestStats
+
+
+@dataclass(frozen=True, slots=True)
+class NotServed:
+    """Report that a request could not be served."""
+
+    request_id: int
+    error: Failed
 
 
 # From the pool of engines.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from langchain_card.core.messages import Emit
-from langchain_card.core.request import FinishReason, RequestStats
+from langchain_card.core.request import TIMES, FinishReason, RequestStats
 from langchain_card.engine.relay.messages import Submit
 from langchain_card.engine.relay.pool import Attempt
 from langchain_card.errors import EngineError
-from langchain_card.ports import Consumer
+from langchain_card.ports import Clock, Consumer
 
 
 @dataclass(slots=True)
@@ -18,6 +18,7 @@ class OpenRequest:
 
     Attributes:
         consumer: takes the answer.
+        clock: source of its times.
         output_ids: the answer's tokens so far.
         stats: statistics over all engines; earlier: over those before the present one.
         attempt: the present engine's work on it; None while none works on it.
@@ -30,6 +31,7 @@ class OpenRequest:
     """
 
     consumer: Consumer
+    clock: Clock
     output_ids: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     earlier: RequestStats | None = None
@@ -40,6 +42,9 @@ class OpenRequest:
     paused: bool = False
     num_tokens: int | None = None
     deaths: int = 0
+
+    def __post_init__(self) -> None:
+        self.stats.submitted = self.clock()
 
     @property
     def rest(self) -> Submit:
@@ -55,6 +60,7 @@ class OpenRequest:
 
     def finish(self, reason: FinishReason) -> None:
         """End the consumer's answer."""
+        self.stats.ended = self.clock()
         try:
             self.consumer.finish(reason, self.stats)
         except Exception as error:
@@ -64,11 +70,23 @@ class OpenRequest:
         """Return the error for a consumer that could not take its tokens."""
         return EngineError("request", self.consumer.request.request_id, f"its text could not be made ({error})")
 
+    def begin(self) -> None:
+        """Note that an engine works on it."""
+        self.begun = True
+        self.stats.started = self.stats.started or self.clock()
+        self.consumer.watch(self.stats)
+
     def update_stats(self, stats: RequestStats) -> None:
-        """Add the present engine's statistics to those of the engines before it."""
+        """Add the present engine's statistics to those of the engines before it.
+
+        Times are those of this record's clock: engines may be on other machines, whose clocks count from elsewhere.
+        """
         total = stats if self.earlier is None else stats.after(self.earlier)
         for item in fields(total):
-            setattr(self.stats, item.name, getattr(total, item.name))
+            if item.name not in TIMES:
+                setattr(self.stats, item.name, getattr(total, item.name))
+        if self.stats.rounds:
+            self.stats.first_token = self.stats.first_token or self.clock()
 
     @property
     def end(self) -> FinishReason | None:

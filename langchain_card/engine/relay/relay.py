@@ -6,6 +6,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from langchain_card.engine.relay.open_requests import OpenRequest
 from langchain_card.engine.relay.pool import EnginePool
 from langchain_card.errors import EngineClosedError, EngineError
 from langchain_card.limits import Limits
-from langchain_card.ports import Consumer, Health
+from langchain_card.ports import Clock, Consumer, Health
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,11 @@ class Relay:
     Args:
         pool: the engines.
         limits: bounds; `max_failures` engines in a row may die with a request before it fails.
+        clock: source of time.
     """
 
-    def __init__(self, pool: EnginePool, limits: Limits) -> None:
-        self._pool, self._limits = pool, limits
+    def __init__(self, pool: EnginePool, limits: Limits, clock: Clock = time.perf_counter) -> None:
+        self._pool, self._limits, self._clock = pool, limits, clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: dict[int, OpenRequest] = {}
         self._closed = self._draining = False
@@ -75,7 +77,7 @@ class Relay:
         """Take a request, perhaps with the beginning of its answer."""
         with self._submit_lock:
             if not self._closed:
-                self._open[consumer.request.request_id] = OpenRequest(consumer, [*output_ids])
+                self._open[consumer.request.request_id] = OpenRequest(consumer, self._clock, [*output_ids])
                 self._do(self._begin, consumer.request.request_id)
                 return
         consumer.fail(_closed_error())
@@ -173,8 +175,7 @@ class Relay:
             return  # ended, or an engine that was left
         match reply:
             case m.Began():
-                entry.begun = True
-                entry.consumer.watch(entry.stats)
+                entry.begin()
             case Reading():
                 entry.consumer.read(reply)
             case m.Committed():

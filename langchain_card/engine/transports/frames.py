@@ -127,7 +127,12 @@ class Direction:
         self._decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in kinds}
 
     def encode(self, message: Any) -> bytes:
-        """Return the frame of a message.
+        """Return the frame of a message; raises what `body` raises."""
+        body = self.body(message)
+        return _LENGTH.pack(len(body)) + body
+
+    def body(self, message: Any) -> bytes:
+        """Return the frame of a message without its length field, for connections that keep messages apart.
 
         Raises:
             EngineError: the message is too long, or its kind may not be sent in this direction.
@@ -136,7 +141,8 @@ class Direction:
         kind = type(message).__name__
         self._decoder(kind)
         body = self._encoder.encode((kind, message))
-        return _LENGTH.pack(self.check_length(len(body))) + body
+        self.check_length(len(body))
+        return body
 
     def decode(self, body: bytes) -> Any:
         """Return the message of a frame, given without its length field.

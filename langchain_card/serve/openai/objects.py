@@ -12,7 +12,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 
-from langchain_card._version import __version__
+from langchain_card import __version__
 from langchain_card.chat.answer import AnswerConsumer
 from langchain_card.core.request import RequestStats
 from langchain_card.text.detokenizer import Piece

@@ -297,5 +297,5 @@ def test_a_bad_request_of_the_process_ends_alone(tmp_path: Any, monkeypatch: pyt
         wait_until(lambda: any(isinstance(message, Ended) for message in said))
         monkeypatch.setattr(engine.grammars, "start", lambda grammar: 1 // 0)
         child._handle(Submit(Request(2, (1, 2), SamplingParams(grammar="start: /a/"))), engine, wire)
-    refused = {message.request_id: message.error.kind for message in said if isinstance(message, f.Refused)}
+    refused = {message.request_id: message.error.kind for message in said if isinstance(message, f.NotServed)}
     assert refused == {0: "InvalidInputError", 2: "ZeroDivisionError"}

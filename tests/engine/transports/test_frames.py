@@ -192,7 +192,7 @@ def test_messages_of_an_engine_in_a_process() -> None:
         f.FROM_ENGINE: [
             f.LoadStep("load a"), f.Loaded(Limits(), "auto"), f.Began(3), m.Reading(3, 512, 900), Logged("a", 20, "b"),
             f.Committed(3, (7,), ("model",), logprobs, stats),
-            f.Ended(3, FinishReason.LENGTH, stats), f.Refused(3, Failed("EngineError", "no")),
+            f.Ended(3, FinishReason.LENGTH, stats), f.NotServed(3, Failed("EngineError", "no")),
             Failed("KeyError", "x"),
             f.EngineHeartbeat({"target": Health("up", 1.5, 20.0), "model": Health("given up")}),
         ],
