@@ -79,7 +79,7 @@ class _Failure:
 
 
 class BatchRun:
-    """Sends requests, and appends each result to the output. A server that is gone gets no further requests.
+    """Sends requests, and appends each result to the output; a server that is gone gets no more of them.
 
     Args:
         client: sends the requests.

@@ -64,7 +64,7 @@ def test_requests_are_read_as_they_are_written(tmp_path: Path) -> None:
     [
         ("{", "in, line 2 = '{': must be JSON in UTF-8; EOF"),
         ("[1]", "in, line 2 = '[1]': must be a JSON object"),
-        ('{"custom_id": NaN}', "in, line 2 = .*must be JSON in UTF-8"),
+        ('{"custom_id": NaN}', "in, line 2 = '{\"custom_id\": NaN}': must be JSON in UTF-8; expected"),
         (line(None), "in, line 2: custom_id = None: must be a string"),
         (line(""), "in, line 2: custom_id = '': must be a string"),
         (line("b", method="GET"), "in, line 2: method = 'GET': must be POST"),
@@ -82,8 +82,7 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, said: str) -> None:
     path = tmp_path / "in"
     path.write_text(f"{line()}\n{bad}\n{line('c')}\n{{\n")
     first, second = BatchInput(path).check()
-    with pytest.raises(InvalidInputError, match=said):
-        raise first
+    assert said in str(first)
     assert "line 4" in str(second), "the rest is checked, too"
 
 
@@ -129,7 +128,7 @@ def test_what_is_final_stays_and_the_rest_is_dropped(tmp_path: Path, requests: B
 def test_a_torn_line_is_cut_off_wherever_it_is_torn(tmp_path: Path, requests: BatchInput) -> None:
     out = tmp_path / "out"
     first, last = answer(out, requests, {"a": 200, "b": 200}).splitlines(keepends=True)
-    for end in range(1, len(last)):
+    for end in (*range(1, 21), len(last) // 2, len(last) - 2, len(last) - 1):
         out.write_bytes(first + last[:end])
         assert answered(out, requests) == ["a"]
         assert out.read_bytes() == first
