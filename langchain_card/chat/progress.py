@@ -59,7 +59,7 @@ class ConsoleProgress:
             self._view.close()
         self._view = None
 
-    def update(self, stage: str, done: int, total: int, unit: Callable[[int], str] = megabytes) -> None:
+    def update(self, stage: str, done: int, total: int, unit: Callable[[int], str] = megabytes, more: str = "") -> None:
         """Show a step.
 
         Args:
@@ -67,11 +67,12 @@ class ConsoleProgress:
             done: the amount that is done.
             total: the whole amount; 0 when unknown.
             unit: formats an amount.
+            more: text behind the amounts.
         """
         if self._view is None and time.monotonic() >= self._begins:
             self._view = _view(lines=self._lines)
         if self._view is not None:
-            self._view.show(stage, done, total, f"{unit(done)} of {unit(total)}" if total else "")
+            self._view.show(stage, done, total, f"{unit(done)} of {unit(total)}{more}" if total else more)
 
 
 class _View(Protocol):

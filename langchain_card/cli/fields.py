@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_card.config import (
     DRAFT_TRANSPORTS,
     DTYPES,
     KV_DTYPES,
     PREFIX_CACHES,
+    SCHEDULES,
     EngineConfig,
     default_draft_model,
     default_model,
 )
+from langchain_card.core.request import SamplingParams
 from langchain_card.errors import InvalidInputError
+from langchain_card.limits import Limits
+
+if TYPE_CHECKING:
+    from langchain_card.chat_model import CARDChatModel
 
 SETS = "own (default), copying, code, maths, chat, multilingual or humaneval, or a file of JSON lines"
 """Help of `--prompts`: the values that it accepts."""
@@ -66,6 +74,36 @@ def add_drafter_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stack", nargs="+", default=(), metavar="SPEC", help=below)
 
 
+def add_served_fields(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model that answers requests, with those of its engine."""
+    params = SamplingParams()
+    add_engine_fields(parser)
+    add_drafter_fields(parser)
+    adapters = "LoRA adapters of the model, as PEFT saves them; requests name them as their model"
+    parser.add_argument("--adapters", nargs="+", default=(), type=_adapter, metavar="NAME=FOLDER", help=adapters)
+    isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
+    parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
+    replicas = "engines, each in a process of its own with its part of the cores or of the GPUs (%(default)s)"
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help=replicas)
+    parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=params.max_tokens, help="where a request has none (%(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=params.temperature, help="where a request has none (%(default)s)"
+    )
+    parser.add_argument("--max-num-seqs", type=int, help="answers decoded at once (by free memory)")
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests may call the model")
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """Parse `NAME=FOLDER`."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FOLDER")
+    return name, folder
+
+
 def check_output(option: str, path: Path | None, *endings: str) -> None:
     """Raise `InvalidInputError` if an output file's folder does not exist or its ending is not one of `endings`."""
     if path is None:
@@ -98,3 +136,59 @@ def drafter_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `add_drafter_fields` as fields of `EngineConfig` or of a chat model."""
     beside = None if args.drafters is None else tuple(spec for spec in args.drafters if spec != "none")
     return {"drafters": beside, "stack": tuple(args.stack)}
+
+
+def served_model(args: argparse.Namespace, **limits: Any) -> CARDChatModel:
+    """Return the chat model of the options of `add_served_fields`; nothing is loaded.
+
+    Args:
+        args: the options.
+        limits: more fields of `Limits`.
+
+    Raises:
+        InvalidInputError: an option breaks a limit, or there is no such model.
+    """
+    from langchain_card.chat_model import CARDChatModel
+    from langchain_card.models.store import ModelStore
+
+    bounds = Limits(max_num_seqs=args.max_num_seqs, **limits)
+    fields = {**engine_fields(args), **drafter_fields(args), "limits": bounds}
+    fields |= {"isolate": args.isolate, "replicas": args.replicas}
+    config = EngineConfig(**fields, adapters=tuple(args.adapters))
+    sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    SamplingParams(**sampling).check(bounds)
+    for field, name in (("--model", config.model), ("--draft-model", config.draft_model if config.has_draft else None)):
+        if name is not None:
+            ModelStore().check(name, field=field)
+    return CARDChatModel(**fields, **sampling, adapters=dict(args.adapters), schedule=args.schedule)
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file, one per line.
+
+    Raises:
+        InvalidInputError: the file cannot be read, holds an invalid key, or holds none.
+    """
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError("--api-key-file", str(path), f"cannot be read ({type(error).__name__})") from error
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            limit = f"key {number} must be printable ASCII characters without blanks"
+            raise InvalidInputError("--api-key-file", str(path), limit, "a line holds a key and nothing else")
+    if not keys:
+        hint = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
+        raise InvalidInputError("--api-key-file", str(path), "holds no key", hint)
+    return keys
+
+
+@contextmanager
+def needing_server(command: str) -> Iterator[None]:
+    """Explain which packages to install where one of the extra `server` is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        from langchain_card.serve import INSTALL
+
+        raise InvalidInputError(command, error.name, "is missing, which the server needs", INSTALL) from error

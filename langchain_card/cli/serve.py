@@ -14,9 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.cli.fields import add_drafter_fields, add_engine_fields, drafter_fields, engine_fields
-from langchain_card.config import SCHEDULES, EngineConfig
-from langchain_card.core.request import SamplingParams
+from langchain_card.cli.fields import add_served_fields, needing_server, read_keys, served_model
 from langchain_card.errors import InvalidInputError, check_range
 from langchain_card.limits import Limits
 
@@ -37,26 +35,10 @@ langchain-card: WARNING: encryption. Give --api-key-file instead, or let a proxy
 
 def register(subparsers: Any) -> None:
     """Add `serve` and its options."""
-    limits, params = Limits(), SamplingParams()
     parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
-    add_engine_fields(parser)
-    add_drafter_fields(parser)
-    adapters = "LoRA adapters of the model, as PEFT saves them; requests name them as their model"
-    parser.add_argument("--adapters", nargs="+", default=(), type=_adapter, metavar="NAME=FOLDER", help=adapters)
-    isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
-    parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
-    replicas = "engines, each in a process of its own with its part of the cores or of the GPUs (%(default)s)"
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help=replicas)
-    parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
-    parser.add_argument(
-        "--max-tokens", type=int, default=params.max_tokens, help="where a request has none (%(default)s)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=params.temperature, help="where a request has none (%(default)s)"
-    )
-    parser.add_argument("--max-num-seqs", type=int, help="answers decoded at once (by free memory)")
-    parser.add_argument("--max-queue", type=int, default=limits.max_queue, help="requests that wait (%(default)s)")
-    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests may call the model")
+    add_served_fields(parser)
+    queue = Limits().max_queue
+    parser.add_argument("--max-queue", type=int, default=queue, help="requests that wait (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="%(default)s; 0 takes a free one")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; requests must have one")
@@ -73,43 +55,11 @@ def run(args: argparse.Namespace) -> int:
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     check_address(args.host, args.port, bool(keys), args.insecure)
     check_range("--drain", args.drain, 0, 86_400)
-    limits = Limits(max_queue=args.max_queue, max_num_seqs=args.max_num_seqs)
-    fields = {**engine_fields(args), **drafter_fields(args), "limits": limits, "adapters": dict(args.adapters)}
-    fields |= {"isolate": args.isolate, "replicas": args.replicas}
-    config = EngineConfig(**fields | {"adapters": tuple(args.adapters)})
-    SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature).check(limits)
+    model = served_model(args, max_queue=args.max_queue)
     if not keys and not is_loopback(args.host):
         print(_WARNING.format(host=args.host, port=args.port), file=sys.stderr)
-    _serve(_model(args, config, fields), _settings(args, keys), args)
+    _serve(model, _settings(args, keys), args)
     return 0
-
-
-def _adapter(text: str) -> tuple[str, str]:
-    """Parse `NAME=FOLDER`."""
-    name, _, folder = text.partition("=")
-    if not name or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FOLDER")
-    return name, folder
-
-
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one per line.
-
-    Raises:
-        InvalidInputError: the file cannot be read, holds an invalid key, or holds none.
-    """
-    try:
-        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError("--api-key-file", str(path), f"cannot be read ({type(error).__name__})") from error
-    for number, key in enumerate(keys, 1):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            limit = f"key {number} must be printable ASCII characters without blanks"
-            raise InvalidInputError("--api-key-file", str(path), limit, "a line holds a key and nothing else")
-    if not keys:
-        hint = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
-        raise InvalidInputError("--api-key-file", str(path), "holds no key", hint)
-    return keys
 
 
 def check_address(host: str, port: int, has_keys: bool, insecure: bool) -> None:
@@ -126,17 +76,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _model(args: argparse.Namespace, config: EngineConfig, fields: dict[str, Any]) -> CARDChatModel:
-    from langchain_card.chat_model import CARDChatModel
-    from langchain_card.models.store import ModelStore
-
-    for field, name in (("--model", config.model), ("--draft-model", config.draft_model if config.has_draft else None)):
-        if name is not None:
-            ModelStore().check(name, field=field)
-    sampling = {"schedule": args.schedule, "max_tokens": args.max_tokens, "temperature": args.temperature}
-    return CARDChatModel(**fields, **sampling)
 
 
 def _settings(args: argparse.Namespace, keys: tuple[str, ...]) -> Settings:
@@ -174,14 +113,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -> None:
-    from langchain_card import serve
-
-    try:
+    with needing_server("serve"):
         import uvicorn
 
-        create_app = serve.create_app
-    except ModuleNotFoundError as error:
-        raise InvalidInputError("serve", error.name, "is missing, which the server needs", serve.INSTALL) from error
+        from langchain_card.serve import create_app
 
     bound = bind(args.host, args.port)
     logging.config.dictConfig(_log_config(uvicorn.config.LOGGING_CONFIG))

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from langchain_card.serve.app import create_app
     from langchain_card.serve.settings import Settings
 
-INSTALL = "pip install fastapi prometheus-client starlette uvicorn"
+INSTALL = "pip install fastapi httpx prometheus-client starlette uvicorn"
 """What installs the packages of the extra `server`."""
 
 _MODULES = {"create_app": "app", "Settings": "settings"}

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import json
 import os
 import pkgutil
 import subprocess
@@ -123,6 +124,10 @@ def missing_extras() -> None:
     fields = pair()
     serve = _complaint("serve", "--model", fields["model"], "--draft-model", "none")
     assert "pip install fastapi" in serve, serve
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "Hi."}}
+    Path("requests").write_text(json.dumps(line))
+    batch = _complaint("batch", "requests", "answers", "--model", fields["model"], "--draft-model", "none")
+    assert "pip install fastapi" in batch, batch
     plot = _complaint("bench", "--plot", "rows.png")
     assert "pip install matplotlib" in plot, plot
     app = _error(ModuleNotFoundError, lambda: langchain_card.serve.create_app)
