@@ -44,6 +44,7 @@ from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from langchain_card.engine.isolated.supervisor import Supervisor
+    from langchain_card.runtime.kind import Kind
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Engine:
         progress: receives the progress of downloads, of conversions and of a draft process that starts.
         pair: models already resolved, in place of those that `config` names.
         observe: called with every event and its effects; not possible with `isolate`.
+        measure_kind: whether an engine with `isolate` measures its `kind` while it loads; others do at its first use.
 
     Attributes:
         config: the configuration with all open values filled in.
@@ -74,9 +76,10 @@ class Engine:
         progress: Progress | None = None,
         pair: Pair | None = None,
         observe: Observer | None = None,
+        measure_kind: bool = False,
     ) -> None:
         _check_process()
-        self.config, self._observe = config or EngineConfig(), observe
+        self.config, self._observe, self._measure_kind = config or EngineConfig(), observe, measure_kind
         if observe is not None and self.config.isolate:
             limit = "cannot be watched: the engine works in a process of its own"
             raise InvalidInputError("isolate", True, limit, "leave isolate out")
@@ -116,7 +119,7 @@ class Engine:
         from langchain_card.engine.isolated.supervisor import Supervisor  # imports msgspec
 
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
-        supervisor = Supervisor(self.config, progress=progress)
+        supervisor = Supervisor(self.config, progress=progress, measure_kind=self._measure_kind)
         resources.callback(supervisor.close)
         before, self.config = self.config, supervisor.wait_ready()
         if self.config.draft_device != before.draft_device:
@@ -150,6 +153,20 @@ class Engine:
         if self._pair.draft is None:
             return 0.0
         return self._pair.vocabulary.coverage if self._pair.vocabulary is not None else 1.0
+
+    @property
+    def kind(self) -> Kind:
+        """What the text of an answer depends on, so that another engine may go on with it. Not for `observe` to read.
+
+        It is measured at the first use, in ten passes of the target between those of requests. The weights are hashed,
+        a second for each one to two gigabytes; hashes are kept on disk.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+            EngineError: the model's files have changed since they were loaded, or this engine has a process of its own
+                and was made without `measure_kind`.
+        """
+        return self._open_backend().kind()
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

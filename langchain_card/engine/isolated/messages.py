@@ -9,15 +9,17 @@ from langchain_card.core.messages import Reading, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.engine.transports.frames import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, Direction, Failed, Logged
 from langchain_card.ports import Health
+from langchain_card.runtime.kind import Kind
 
 # To the engine.
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEngine:
-    """First message to the process: the engine to load."""
+    """First message to the process: the engine to load, and whether it says its kind when it has loaded."""
 
     config: EngineConfig
+    measure_kind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,11 @@ class LoadStep:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Report that the engine takes requests, within these limits, and where its draft runs."""
+    """Report that the engine takes requests, within these limits; where its draft runs; its kind if that is wanted."""
 
     limits: Limits
     draft_device: str
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True)

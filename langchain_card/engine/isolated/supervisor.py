@@ -23,6 +23,7 @@ from langchain_card.engine.transports.thread import MessageQueue
 from langchain_card.errors import DeviceError, EngineClosedError, EngineError
 from langchain_card.models.files import Progress, Silent
 from langchain_card.ports import Clock, Consumer, Health
+from langchain_card.runtime.kind import Kind
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,19 @@ class Supervisor:
         config: of the engine.
         clock: source of time.
         progress: receives the steps in which the first process loads the engine.
+        measure_kind: whether each process measures its kind while it loads.
     """
 
-    def __init__(self, config: EngineConfig, clock: Clock = time.monotonic, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Clock = time.monotonic,
+        progress: Progress | None = None,
+        *,
+        measure_kind: bool = False,
+    ) -> None:
+        self._measure_kind = measure_kind
+        self._kind: Kind | None = None
         self._config, self._limits, self._clock = config, config.limits, clock
         self._progress = progress or Silent()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -119,6 +130,13 @@ class Supervisor:
             **(self._reported if self._is_up else {}),
         }
 
+    def kind(self) -> Kind:
+        """Return the kind of the latest process that has loaded; raise `EngineError` if none has measured it."""
+        if self._kind is None:
+            limit = "is not known: the engine's process did not measure it"
+            raise EngineError("kind", None, limit, "make the engine with measure_kind=True")
+        return self._kind
+
     def close(self) -> None:
         """End the process; open requests fail. May be called twice."""
         self._do(self._close)
@@ -165,7 +183,7 @@ class Supervisor:
 
     def _start(self) -> ChildProcess:
         on_message, on_death = (functools.partial(self._do, act) for act in (self._receive, self._handle_death))
-        return start_engine(self._config, on_message, on_death)
+        return start_engine(self._config, on_message, on_death, measure_kind=self._measure_kind)
 
     def _send(self, message: Any) -> None:
         if self._is_up:
@@ -221,7 +239,8 @@ class Supervisor:
         match message:
             case m.LoadStep(stage) if not self._loaded.is_set():
                 self._progress.update(stage, 0, 0)
-            case m.Loaded(limits, draft_device):
+            case m.Loaded(limits, draft_device, kind):
+                self._kind = kind
                 self._set_up(limits, draft_device)
             case m.EngineHeartbeat(workers):
                 self._check_workers(workers)
@@ -311,7 +330,11 @@ class Supervisor:
 
 
 def start_engine(
-    config: EngineConfig, on_message: Callable[[Any], None], on_death: Callable[[BaseException], None]
+    config: EngineConfig,
+    on_message: Callable[[Any], None],
+    on_death: Callable[[BaseException], None],
+    *,
+    measure_kind: bool = False,
 ) -> ChildProcess:
     """Start an engine's process, which serves until it is closed or dies.
 
@@ -319,6 +342,7 @@ def start_engine(
         config: of the engine.
         on_message: takes its messages, in order.
         on_death: called once, after the last message, unless the process was ended by `close`.
+        measure_kind: whether it measures its kind while it loads.
 
     Raises:
         EngineError: no process could be started.
@@ -329,7 +353,7 @@ def start_engine(
         thread_name="card-engine",
         sends=m.TO_ENGINE,
         takes=m.FROM_ENGINE,
-        first=m.LoadEngine(config),
+        first=m.LoadEngine(config, measure_kind),
         outbox=_FrameQueue(),
         on_message=on_message,
         on_death=on_death,

@@ -28,7 +28,7 @@ from tests.support.processes import wait_until
 class Scripted:
     """In place of a process: says what a test wants it to say."""
 
-    def __init__(self, config: EngineConfig, hear: Any, die: Any) -> None:
+    def __init__(self, config: EngineConfig, hear: Any, die: Any, *, measure_kind: bool = False) -> None:
         self.pid, self.sent = len(LIVES), list[Any]()
         self.say: Any = hear
         self.killed = 0
