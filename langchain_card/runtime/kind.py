@@ -53,21 +53,22 @@ def measure(runner: ModelRunner, *, in_place: bool = False) -> str:
         in_place: whether windows are chains in their final positions, as in steps of one shape (`exact="strict"`). The
             shape is then a part of the hash: it decides how sums over later positions are divided, too.
     """
-    num_rows = min(WINDOW, runner.num_scratch)
-    num_read = max(1, min(TEXT, runner.max_len - DECODED - num_rows))
+    room = runner.max_len - DECODED  # at least 8
+    num_rows = min(WINDOW, runner.num_scratch, room - 1)
+    num_read = min(TEXT, room - num_rows)
     vocab_size = runner.model.config.get_text_config().vocab_size
-    text = [(7 + 7919 * i * i) % vocab_size for i in range(num_read)]
+    ids = [(7 + 7919 * i * i) % vocab_size for i in range(num_read + num_rows - 1)]
     bits = hashlib.sha256()
     if in_place:
         bits.update(repr((runner.num_scratch, runner.pool.num_seqs, runner.pool.max_len)).encode())
     with runner.on_stream(), runner.pool.lent(num_read + DECODED + num_rows) as cache:
-        logits = _add(bits, runner.step([Rows(cache, text, 0, ask=True)]))
+        logits = _add(bits, runner.step([Rows(cache, ids[:num_read], 0, ask=True)]))
         for _ in range(DECODED):
             token = int(logits[-1].argmax())
             slot = _first_slot(cache, in_place)
             logits = _add(bits, runner.step([Rows(cache, [token], cache.length, [(slot,)])]))
             cache.keep([slot], [token])
-        tokens = [int(logits[-1].argmax()), *text[1:num_rows]]
+        tokens = [int(logits[-1].argmax()), *ids[num_read:]]
         rows = Rows(cache, tokens, cache.length, _paths(num_rows, _first_slot(cache, in_place), in_place))
         _add(bits, runner.step([rows]))
     return bits.hexdigest()

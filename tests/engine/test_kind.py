@@ -1,4 +1,7 @@
-"""Kinds of engines: equal where one may go on with another's answers, and measured without a trace. 20 seconds."""
+"""Kinds of engines: equal where one may go on with another's answers, and measured without a trace.
+
+Ten seconds, and 30 of slow tests.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from langchain_card import plugins
 from langchain_card.config import EngineConfig, Limits, Pins
+from langchain_card.core.messages import Draining
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine import build
 from langchain_card.engine.engine import Engine
@@ -23,12 +27,15 @@ from langchain_card.runtime import threads
 from langchain_card.runtime.kind import Kind
 from langchain_card.runtime.runner import ModelRunner
 from tests.simulation import FixedPolicy
+from tests.support import tiny
 from tests.support.adapters import make
 
 Pairs = dict[str, tuple[str, str]]
 FLOAT64: dict[str, Any] = {"dtype": "float64"}
 INT8: dict[str, Any] = {"quantization": "int8"}
 STRICT: dict[str, Any] = {"dtype": "bfloat16", "exact": "strict", "limits": Limits(max_num_seqs=1)}
+SLOW = [pytest.param(options, marks=pytest.mark.slow) for options in (INT8, STRICT)]
+ALLOWED: Any = {"banned_ids": tuple(range(256, tiny.VOCAB))}  # not all ids are the tokenizer's
 PROMPT = [(5 * i + i * i) % 250 for i in range(90)]
 
 
@@ -79,7 +86,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("options", [FLOAT64, INT8, STRICT], ids=["float64", "int8", "strict"])
+@pytest.mark.parametrize("options", [FLOAT64, *SLOW], ids=["float64", "int8", "strict"])
 def test_equal_wherever_the_model_lies_and_whatever_drafts(
     tiny_pairs: Pairs, folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +112,7 @@ def test_other_files_are_another_answer(folder: Path, change: Callable[[Path], N
     assert before.answer != after.answer and not after.continues(before) and not before.continues(after)
 
 
+@pytest.mark.slow
 def test_every_setting_that_decides_an_answer_is_a_part_of_it(tiny_pairs: Pairs, tmp_path: Path) -> None:
     target, draft = tiny_pairs["qwen2"]
     one, other = (make(target, tmp_path / str(seed), seed).adapter for seed in range(2))
@@ -145,48 +153,59 @@ def test_a_bit_of_a_logit_is_another_machine(tiny_pairs: Pairs, monkeypatch: pyt
 def contents(runner: ModelRunner) -> list[Any]:
     pool = runner.pool
     held = [(cache.token_ids, cache.owner, cache.damaged, cache.adapter) for cache in pool._caches]
-    parts = [*pool.kv.read(0, pool.trash).values()]
-    return [held, [cache.index for cache in pool._free], [part.numpy().tobytes() for part in parts]]
+    slots = range(0, pool.trash, pool.num_slots)
+    parts = [part for first in slots for part in pool.kv.read(first, first + pool.num_slots).values()]
+    return [held, [cache.index for cache in pool._free], [part.view(torch.uint8).numpy().tobytes() for part in parts]]
 
 
-@pytest.mark.parametrize("options", [FLOAT64, INT8, STRICT], ids=["float64", "int8", "strict"])
-def test_nothing_remains_of_the_probe_while_all_places_are_taken(tiny_pairs: Pairs, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [FLOAT64, *SLOW], ids=["float64", "int8", "strict"])
+def test_nothing_remains_of_the_probe_while_all_places_are_taken(
+    tiny_pairs: Pairs, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It runs in the middle of an answer that holds the only place, whose candidates are in scratch slots."""
-    policy: Any = FixedPolicy(widths=(2,) * 4)
-    passes, kinds, before, after = [0], list[Any](), list[Any](), list[Any]()
+    kinds, passes, askers = list[str](), list[int](), list[threading.Thread]()
+    before, after = list[Any](), list[Any]()
     settings = {"dtype": "auto", **options, "limits": Limits(max_num_seqs=1)}
-    with pytest.MonkeyPatch.context() as patch, Engine(config(*tiny_pairs["qwen2"], **settings)) as plain:
-        wanted = plain.submit(PROMPT, SamplingParams(max_tokens=40)).result()
-        again = plain.submit([*PROMPT, *wanted.token_ids, 7], SamplingParams(max_tokens=20)).result()
-        policy.observe_pass = lambda *_: passes.append(len(kinds))
-        patch.setattr(build, "Controller", lambda **_: policy)
-        with Engine(config(*tiny_pairs["qwen2"], **settings)) as engine:
-            runner = engine.backend._target._runner  # type: ignore[attr-defined]
-            measure = engine.backend._finder._measure  # type: ignore[attr-defined]
 
-            def watched() -> str:
-                before.extend(contents(runner))
-                kinds.append(measure())
-                after.extend(contents(runner))
-                return str(kinds[-1])
+    class Asking(FixedPolicy):
+        def observe_pass(self, *seen: Any) -> None:
+            passes.append(len(kinds))
+            if len(passes) == 4:  # on the target's thread, which makes the call after this pass
+                askers.extend(threading.Thread(target=lambda: engine.kind) for _ in range(3))
+                for asker in askers:
+                    asker.start()
+                while not engine.backend._calls:  # type: ignore[attr-defined]
+                    pass
 
-            engine.backend._finder._measure = watched  # type: ignore[attr-defined]
-            random = torch.get_rng_state()
-            generation = engine.submit(PROMPT, SamplingParams(max_tokens=40))
-            pieces = iter(generation)
-            next(pieces)
-            others = [threading.Thread(target=lambda: engine.kind) for _ in range(3)]
-            for other in others:
-                other.start()
-            for other in others:
-                other.join()
-            assert engine.kind.machine == kinds[0] and len(kinds) == 1, "it is measured once"
-            assert generation.result().token_ids == wanted.token_ids
-            assert before == after and {0, 1} == {*passes}, "it ran between two passes"
-            assert torch.equal(random, torch.get_rng_state())
-            turn = engine.submit([*PROMPT, *wanted.token_ids, 7], SamplingParams(max_tokens=20)).result()
-            assert turn.token_ids == again.token_ids and turn.stats.cached_tokens == again.stats.cached_tokens > 90
-            assert engine.submit([7, 1, 2], SamplingParams(max_tokens=2)).result().stats.cached_tokens == 0
+    def longer(engine: Engine, answer: tuple[int, ...]) -> Any:
+        return engine.submit([*PROMPT, *answer, 7], SamplingParams(max_tokens=20, **ALLOWED)).result()
+
+    with Engine(config(*tiny_pairs["qwen2"], **settings)) as engine:
+        wanted = engine.submit(PROMPT, SamplingParams(max_tokens=40, **ALLOWED)).result().token_ids
+        wanted_next = longer(engine, wanted).token_ids
+    monkeypatch.setattr(build, "Controller", lambda **_: Asking(widths=(2,) * 4))
+    with Engine(config(*tiny_pairs["qwen2"], **settings)) as engine:
+        runner = engine.backend._target._runner  # type: ignore[attr-defined]
+        finder = engine.backend._finder  # type: ignore[attr-defined]
+        measure = finder._measure
+
+        def watched() -> str:
+            before.extend(contents(runner))
+            kinds.append(measure())
+            after.extend(contents(runner))
+            return kinds[-1]
+
+        finder._measure, random = watched, torch.get_rng_state()
+        assert engine.submit(PROMPT, SamplingParams(max_tokens=40, **ALLOWED)).result().token_ids == wanted
+        for asker in askers:
+            asker.join()
+        assert engine.kind.machine == kinds[0] and len(kinds) == 1, "it is measured once"
+        assert before == after and {*passes} == {0, 1}, "it ran between two passes"
+        assert torch.equal(random, torch.get_rng_state())
+        following = longer(engine, wanted)
+        assert following.token_ids == wanted_next and following.stats.cached_tokens > len(PROMPT)
+        text = engine.submit([7, 246, 3, 7], SamplingParams(max_tokens=2)).result()
+        assert text.stats.cached_tokens == 0, "the probe's text is known to nobody"
 
 
 def test_its_time_is_not_that_of_a_pass(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,26 +241,23 @@ def test_a_closed_engine_has_no_kind_and_lets_nobody_wait(tiny_pairs: Pairs) -> 
     with Engine(config(tiny_pairs["qwen2"][0])) as engine:
         driver: Any = engine.backend
 
-        def call(act: Callable[[], Any]) -> None:
+        def ask() -> None:
             try:
-                driver.call(act, 1)
+                _ = engine.kind
             except EngineError as error:
                 errors.append(error)
 
-        waiting = [threading.Thread(target=call, args=[act]) for act in (release.wait, lambda: "late")]
-        waiting[0].start()
-        while driver._watch._began is None:
-            pass
+        driver.post(lambda now: release.wait() and Draining(now))  # holds the loop, which then meets its end
         driver.close()
-        waiting[1].start()
+        waiting = threading.Thread(target=ask)
+        waiting.start()
         while not driver._calls:
             pass
         release.set()
-        for each in waiting:
-            each.join(10)
+        waiting.join(10)
         assert [type(error) for error in errors] == [EngineClosedError]
         with pytest.raises(EngineClosedError):
-            driver.call(lambda: "never", 1)
+            _ = engine.kind
     with pytest.raises(EngineClosedError):
         _ = engine.kind
 
@@ -267,7 +283,13 @@ def test_an_isolated_engine_says_its_kind_if_that_is_wanted(tiny_pairs: Pairs) -
         _ = engine.kind
 
 
-def test_a_short_context_and_a_narrow_window_have_a_probe_of_their_own(tiny_pairs: Pairs) -> None:
-    narrow = EngineConfig(tiny_pairs["qwen2"][0], None, dtype="float64", max_model_len=16, limits=Limits(max_window=1))
-    with Engine(narrow) as engine:
-        assert engine.kind.answer == kind(tiny_pairs["qwen2"][0]).answer
+@pytest.mark.parametrize("exact", ["default", "strict"])
+@pytest.mark.parametrize("window", [1, 16])
+def test_a_short_context_has_a_probe_that_fits(tiny_pairs: Pairs, exact: str, window: int) -> None:
+    """Nothing is written beyond the places that are lent: those of the next sequence, and the last slot."""
+    limits = Limits(max_window=window, max_num_seqs=2)
+    with Engine(EngineConfig(tiny_pairs["qwen2"][0], None, max_model_len=16, exact=exact, limits=limits)) as engine:
+        runner = engine.backend._target._runner  # type: ignore[attr-defined]
+        before = contents(runner)
+        assert len(engine.kind.machine) == 64
+        assert contents(runner) == before
