@@ -111,6 +111,14 @@ def is_known(kind: PlugInKind, spec: str) -> bool:
     return name_of(spec) in names(kind)
 
 
+def package_of(kind: PlugInKind, spec: str) -> str:
+    """Return the package that offers a plug-in, with its version; "" if it is built in, or registered."""
+    entry, name = _offered(kind).get(name_of(spec)), name_of(spec)
+    if entry is None or entry.dist is None or name in _BUILTIN[kind] or (kind, name) in _registered:
+        return ""
+    return f"{entry.dist.name} {entry.dist.version}"
+
+
 def find(kind: PlugInKind, spec: str, field: str | None = None) -> PlugIn:
     """Return the plug-in that a spec names.
 

@@ -34,6 +34,8 @@ from langchain_card.limits import Limits
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from langchain_card.runtime.kind import Kind
+
 
 class Clock(Protocol):
     """A source of time."""
@@ -342,6 +344,13 @@ class Backend(Protocol):
 
     def health(self) -> dict[str, Health]:
         """Return the health of the workers, by name."""
+
+    def kind(self) -> Kind:
+        """Return what the text of an answer depends on. The first call may take as long as some passes.
+
+        Raises:
+            EngineError: it is not known.
+        """
 
     def close(self) -> None:
         """End all requests and free everything."""

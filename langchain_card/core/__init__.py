@@ -21,7 +21,7 @@ Part one, the protocol. Pure functions of plain numbers: no torch, no thread, no
 Part two, the engine: what carries the effects out.
 
 13. ports.py                the interfaces between all parts
-14. engine/driver.py        the only loop, and the inbox for events from any thread
+14. engine/driver.py        the only loop; engine/inbox.py: events from any thread on their way to it
 15. engine/target_worker.py windows become one forward pass, and logits become verdicts
 16. engine/draft_worker.py  commands become draft steps
 17. engine/generation.py    one answer while it is written

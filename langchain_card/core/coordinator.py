@@ -108,6 +108,9 @@ class Coordinator:
                 # All answers are written to their end, even if not read.
                 self.scheduler.pause(self.scheduler.all(), paused=False)
                 return []
+            case m.Interrupted():
+                self._passes.interrupt()
+                return []
 
     # Query: choose what the target verifies next.
 

@@ -234,9 +234,16 @@ class Draining:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The target's thread did something else between two passes."""
+
+    now: float
+
+
 Event: TypeAlias = (
     Submitted | Proposed | TargetReady | Verified | Stopped | Paused
-    | WorkerStarted | WorkerDied | OutOfMemory | Draining
+    | WorkerStarted | WorkerDied | OutOfMemory | Draining | Interrupted
 )  # fmt: skip
 
 

@@ -228,10 +228,11 @@ class RequestStats:
         """Return the sum with the counts of another engine, which began this answer."""
         counts = [field.name for field in fields(self) if field.type in ("int", "float") and field.name not in TIMES]
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
-        began = {name: getattr(earlier if earlier.rounds else self, name) for name in ("started", "first_token")}
+        first = earlier if earlier.rounds else self  # later engines read prompt and answer
+        began = {name: getattr(first, name) for name in ("started", "first_token", "cached_tokens")}
         either = {name: getattr(earlier, name) or getattr(self, name) for name in ("closed", "lossy")}
         tables: dict[str, Any] = {name: _added(getattr(earlier, name), getattr(self, name)) for name in TABLES}
-        return replace(self, **sums, **began, **either, **tables, submitted=earlier.submitted)
+        return replace(self, **sums | began, **either, **tables, submitted=earlier.submitted)
 
     @property
     def speculative_decoding(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.engine.drafter_hosts import needs_process, setting_of, transport_makers
 from langchain_card.engine.driver import Driver
+from langchain_card.engine.kinds import KindFinder
 from langchain_card.engine.plugin_drafters import choose
 from langchain_card.engine.prefix_folder import PrefixFolder, dependencies
 from langchain_card.engine.target_worker import TargetWorker
@@ -26,6 +27,7 @@ from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release
 from langchain_card.models.store import PREFIXES, default_cache
 from langchain_card.ports import AcceptanceRule, Constraint, Observer
 from langchain_card.runtime.adapters import Adapters
+from langchain_card.runtime.kind import measure
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
 
@@ -66,7 +68,7 @@ def start_driver(
         target_on_cpu=pair.target.device.type == "cpu",
         draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
     )
-    strict = config.exact == "strict"
+    strict, adapters = config.exact == "strict", _adapters(config, model, resources)
     target = ModelRunner(
         model,
         max_len=pair.max_len,
@@ -75,16 +77,21 @@ def start_driver(
         execution=config.execution_on(pair.target.device.type),
         width=limits.max_window if strict else None,
         integer_kv=pair.target.integer_kv,
-        adapters=_adapters(config, model, resources),
+        adapters=adapters,
         on_capture=_captures(progress, "target"),
         priority=-1,
     )
     prefixes = _prefixes(config, pair.target, target, resources)
 
+    def set_threads(schedule: str) -> None:
+        use_threads(threads.target(schedule), in_torch=pair.target.form == "float")
+
+    def measure_target() -> str:
+        set_threads("sequential")
+        return measure(target, in_place=strict)
+
     def make_target() -> TargetWorker:
         target.pool.forget()
-        in_torch = pair.target.form == "float"
-        set_threads = lambda schedule: use_threads(threads.target(schedule), in_torch=in_torch)  # noqa: E731
         return TargetWorker(
             target,
             set_threads,
@@ -102,7 +109,9 @@ def start_driver(
     overlaps = pair.draft is not None and pair.target.device.type == "cpu" and num_cores() > 1
     policy = Controller(shared_device=shared, overlaps=overlaps, limits=limits, pins=config.pins)
     core = Coordinator([*makers], limits, policy, pair.vocab_size, chains=strict, rule=rule)
-    driver = Driver(core, make_target, {source.name: make for source, make in makers.items()}, observe=observe)
+    digests = {name: adapters.digest(name) for name, _ in config.adapters} if adapters is not None else {}
+    finder, transports = KindFinder(config, pair, digests, measure_target), {s.name: make for s, make in makers.items()}
+    driver = Driver(core, make_target, transports, observe=observe, finder=finder)
     resources.callback(_close_transports, driver)
     if apart:
         progress.update(f"load {config.draft_model} in a process of its own", 0, 0)

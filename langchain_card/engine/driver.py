@@ -1,23 +1,29 @@
-"""`Driver`: the loop around the core, events in and effects out. `Inbox`: events from any thread on their way to it."""
+"""`Driver`: the loop around the core, events in and effects out."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from langchain_card.core import messages as m
 from langchain_card.core.coordinator import Coordinator
-from langchain_card.core.messages import Event
 from langchain_card.core.request import FinishReason
+from langchain_card.engine.inbox import Inbox
 from langchain_card.engine.liveness import StepWatch
 from langchain_card.errors import DeviceLostError, EngineClosedError, EngineError, is_device_failure, is_out_of_memory
 from langchain_card.ports import Clock, Consumer, Health, Observer, Target, Transport
+
+if TYPE_CHECKING:
+    from langchain_card.engine.kinds import KindFinder
+    from langchain_card.runtime.kind import Kind
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +37,7 @@ class Driver:
         make_transports: by drafter, makes its transport with a new worker behind it.
         clock: source of time.
         observe: called with every event and its effects.
+        finder: finds the engine's kind.
     """
 
     def __init__(
@@ -40,11 +47,13 @@ class Driver:
         make_transports: Mapping[str, Callable[[Driver], Transport]],
         clock: Clock = time.perf_counter,
         observe: Observer | None = None,
+        finder: KindFinder | None = None,
     ) -> None:
         self.coordinator = coordinator
-        self._clock, self._observe = clock, observe
+        self._clock, self._observe, self._finder = clock, observe, finder
         self._inbox = Inbox(clock)
         self._consumers: dict[int, Consumer] = {}
+        self._calls: deque[tuple[Callable[[], str], int, Future[str]]] = deque()
         self._sleep_until = -math.inf
         self._restarts: list[tuple[float, str]] = []
         self._ended = threading.Lock()
@@ -115,6 +124,25 @@ class Driver:
         """Take no more requests, and write all answers to their end, read or not."""
         self.post(m.Draining)
 
+    def call(self, act: Callable[[], str], rows: int) -> str:
+        """Call `act`, which computes so many rows, on the target's thread between two steps; return its result.
+
+        Raises:
+            Exception: what `act` raises, or the error with which the loop has ended.
+        """
+        done = Future[str]()
+        with self._ended:
+            if self._error is not None:
+                raise self._error
+            self._calls.append((act, rows, done))
+            self.post(m.Interrupted)
+        return done.result()
+
+    def kind(self) -> Kind:
+        """Return the engine's kind; the first call measures it (`KindFinder`)."""
+        assert self._finder is not None, "a driver without models has no kind"
+        return self._finder.find(self.call)
+
     @property
     def num_open(self) -> int:
         """Number of requests that wait or run."""
@@ -168,13 +196,26 @@ class Driver:
             self._fail_all(error)
 
     def step(self) -> None:
-        """Handle events and due restarts; then query, verify and commit."""
+        """Handle events, calls and due restarts; then query, verify and commit."""
         for event in self._arrived():
             self._handle(event)
+        self._answer_calls()
         self._restart_due()
         if not self._inbox.closed:
             self._handle(m.TargetReady(self._clock()))
         self._draft()
+
+    def _answer_calls(self) -> None:
+        while self._calls and not self._inbox.closed:
+            act, rows, done = self._calls.popleft()
+            try:
+                with self._watch.step(rows):
+                    result = act()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+            self._handle(m.Interrupted(self._clock()))  # their time is not that of a pass
 
     def _arrived(self) -> list[m.Event]:
         """Return all events in the inbox; sleeps while there is nothing to do."""
@@ -324,69 +365,11 @@ class Driver:
     def _fail_all(self, error: BaseException) -> None:
         with self._ended:  # nothing is queued after this
             self._error = error
+        for *_, done in self._calls:
+            done.set_exception(error)
         for consumer in self._consumers.values():
-            consumer.fail(error)
+            with contextlib.suppress(Exception):  # a consumer that fails does not harm others
+                consumer.fail(error)
         for request_id in self._consumers:
             self._target.end(request_id)
         self._consumers.clear()
-
-
-GATHER_SECONDS = 0.05
-"""Seconds that an idle engine waits for the next announced request; at most five times that for all of them."""
-
-
-class Inbox:
-    """A queue of events. Any thread may post; one thread takes.
-
-    Args:
-        clock: source of time.
-
-    Attributes:
-        closed: whether `take` has reached the end.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.closed = False
-        self._clock = clock
-        self._events: queue.SimpleQueue[Callable[[float], Event] | None] = queue.SimpleQueue()
-        self._announced, self._next_until, self._all_until = 0, -math.inf, -math.inf
-        self._lock = threading.Lock()
-
-    def post(self, event: Callable[[float], Event]) -> None:
-        """Queue an event; `event` is called with the time at which it is taken."""
-        self._events.put(event)
-
-    def close(self) -> None:
-        """Mark the end; events posted after it are not taken."""
-        self._events.put(None)
-
-    def announce(self, count: int) -> None:
-        """Announce `count` requests that are about to be posted."""
-        with self._lock:
-            self._announced, now = count, self._clock()
-            self._next_until, self._all_until = now + GATHER_SECONDS, now + 5 * GATHER_SECONDS
-
-    def count_request(self) -> None:
-        """Count a posted request as an announced one."""
-        with self._lock:
-            now = self._clock()
-            self._announced = max(0, self._announced - 1) if now < self._next_until else 0
-            self._next_until = min(now + GATHER_SECONDS, self._all_until)
-
-    def take(self, until: float, is_idle: Callable[[], bool]) -> list[Event]:
-        """Return all events; sleeps until `until` while there are none, and waits for announced requests if idle."""
-        timeout = None if until == math.inf else max(0.0, until - self._clock())
-        events: list[Event] = []
-        while True:
-            try:
-                event = self._events.get(timeout != 0.0, timeout)
-            except queue.Empty:
-                timeout = max(0.0, self._next_until - self._clock()) if self._announced and is_idle() else 0.0
-                if timeout > 0.0:
-                    continue
-                return events
-            timeout = 0.0
-            if event is None:
-                self.closed = True
-                return events
-            events.append(event(self._clock()))

@@ -44,6 +44,7 @@ from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from langchain_card.engine.relay.relay import Relay
+    from langchain_card.runtime.kind import Kind
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +155,20 @@ class Engine:
         if self._pair.draft is None:
             return 0.0
         return self._pair.vocabulary.coverage if self._pair.vocabulary is not None else 1.0
+
+    @property
+    def kind(self) -> Kind:
+        """What the text of an answer depends on, so that another engine may go on with it. Not for `observe` to read.
+
+        It is measured at the first use, in ten passes of the target between those of requests. The weights are hashed,
+        a second for each one to two gigabytes; hashes are kept on disk.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+            EngineError: the model's files have changed since they were loaded, or this engine has a process of its own
+                and no replicas.
+        """
+        return self._open_backend().kind()
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -1,11 +1,14 @@
-"""Files: progress reports, locks, free space, atomic folders, hashes of code."""
+"""Files: progress reports, locks, free space, atomic folders, hashes."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,11 @@ from typing import Protocol
 
 from langchain_card.errors import DiskSpaceError
 
+SMALL_FILE = 1 << 20
+"""Bytes below which a file is hashed each time."""
+
+_CHUNK = 1 << 22
+_SETTLED_SECONDS = 2.0  # a file that changes once more within a tick of its disk's clock keeps its times
 MARGIN = 64 << 20  # bytes left free beside every estimate: tokenizer, config, other programs
 
 
@@ -112,3 +120,34 @@ def source_hash(folder: Path) -> str:
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def file_hash(file: Path, known: Path) -> str:
+    """Return the SHA-256 of a file's content. That of a large file is kept, so that its content is read once.
+
+    Args:
+        file: the file.
+        known: folder of hashes. Each is kept with the file's path, size and times, which change with its content; files
+            that changed just now are not kept yet.
+    """
+    status = file.stat()
+    if status.st_size < SMALL_FILE:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    state = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    note = known / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):  # absent, or damaged
+        *noted, digest = json.loads(note.read_text())
+        if noted == state:
+            return str(digest)
+    content = hashlib.sha256()
+    with file.open("rb") as source:
+        while chunk := source.read(_CHUNK):
+            content.update(chunk)
+    digest = content.hexdigest()
+    if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
+        with contextlib.suppress(OSError):  # it is hashed again
+            known.mkdir(parents=True, exist_ok=True)
+            temporary = note.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps([*state, digest]))
+            temporary.replace(note)
+    return digest

@@ -6,6 +6,7 @@ A model's name is a built-in name, a folder, a `.gguf` file, or a hub id, tried 
 <cache>/models/<built-in>/source.gguf, and a folder for each form
 <cache>/converted/<name>-<key>/                      folders made from the user's folders and files
 <cache>/prefixes/                                    texts' keys and values (`engine.prefix_folder`)
+<cache>/hashes/                                      hashes of large files (`ModelStore.content_hash`)
 <cache>/locks/
 ```
 """
@@ -25,7 +26,7 @@ from typing import Any, Literal
 
 from langchain_card.errors import CARDError, InvalidInputError, ModelStoreError, UnknownModelError
 from langchain_card.models.download import BUILTINS, fetch, fetch_hub_folder
-from langchain_card.models.files import Progress, Silent, fresh_folder, locked, size_on_disk
+from langchain_card.models.files import Progress, Silent, file_hash, fresh_folder, locked, size_on_disk
 from langchain_card.models.headers import cached_hub_file
 from langchain_card.models.safety import inspect_folder
 
@@ -42,6 +43,7 @@ _OTHER_NAMES = (
     f"built in are {', '.join(BUILTINS)}; names of Ollama or OpenAI are not known: give a hub id such as "
     '"meta-llama/Llama-3.2-3B-Instruct", a folder, or a .gguf file'
 )
+_HASHED = (".json", ".jinja", ".safetensors", ".model", ".txt")
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -203,6 +205,31 @@ class ModelStore:
         home = self.cache / "converted" / file_state(source)
         ready = {form: _stamp(home / form).get("converter") == CONVERTER for form in FORMS}
         return ready["file"] or (not ready["int8"] and gguf.is_in_blocks(source))
+
+    def source(self, model: str, folder: Path) -> Path:
+        """Return the GGUF file or folder that a folder of `prepare` was made of, or is.
+
+        Raises:
+            UnknownModelError: the model is gone.
+            ModelStoreError: the same, of one that was downloaded.
+        """
+        return self.path(model) if (folder / STAMP).exists() else folder
+
+    def content_hash(self, source: Path) -> str:
+        """Return a hash of a model's config, tokenizer and weights, wherever they lie.
+
+        The first call reads the files, a second for each one to two gigabytes; later ones take milliseconds
+        (`files.file_hash`). The hash of a built-in model is known: it was compared when the file was downloaded.
+
+        Args:
+            source: a GGUF file or a folder of safetensors.
+        """
+        builtins = [BUILTINS[name].sha256 for name in BUILTINS if source == self._source(name)]
+        if not source.is_dir():
+            return builtins[0] if builtins else file_hash(source, self.cache / "hashes")
+        files = sorted(file for file in source.iterdir() if file.suffix in _HASHED and file.name != STAMP)
+        hashes = [(file.name, file_hash(file, self.cache / "hashes")) for file in files]
+        return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
     def tokenizer_source(self, name: str) -> Path:
         """Return the folder or GGUF file with a model's tokenizer; download the model only if nothing of it is here.

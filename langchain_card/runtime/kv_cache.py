@@ -21,10 +21,11 @@ and its slots are cleared.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -199,7 +200,8 @@ class KVPool(Generic[Storage]):
     ) -> None:
         num_scratch, max_len = (-(-count // align) * align for count in (num_scratch, max_len))
         self.num_scratch, self.max_len, self.num_seqs = num_scratch, max_len, num_seqs
-        self._compact, self.lock, self.step_sizes = compact, threading.RLock(), sizes(1, num_seqs)
+        self._compact, self._align, self.step_sizes = compact, align, sizes(1, num_seqs)
+        self.lock = threading.RLock()
         self.num_slots, self.trash = num_scratch + max_len, num_seqs * (num_scratch + max_len)
         self.kv = store(self.trash + 1)
         self._caches = [KVCache(self, index) for index in range(num_seqs)]
@@ -301,6 +303,20 @@ class KVPool(Generic[Storage]):
                 if cache.owner == owner and cache.token_ids[: len(token_ids)] == token_ids:
                     return self.kv.read(cache.first_position + start, cache.first_position + len(token_ids))
         return None
+
+    @contextlib.contextmanager
+    def lent(self, length: int) -> Iterator[KVCache]:
+        """Lend the first sequence's slots, those of `length` positions, between two steps.
+
+        Whoever they belong to finds them unchanged, and no later sequence takes over what was in them meanwhile.
+        """
+        stop = self.num_scratch + -(-length // self._align) * self._align
+        with self.lock:
+            held = self.kv.read(0, stop)
+            try:
+                yield KVCache(self, 0)
+            finally:
+                self.kv.write(0, held)
 
     def forget(self) -> None:
         """Close all sequences and forget their texts."""

@@ -19,7 +19,7 @@ from langchain_core.runnables.config import ContextThreadPoolExecutor
 
 from langchain_card import CARDChatModel, Limits
 from langchain_card.chat import batches
-from langchain_card.engine import driver as driver_module
+from langchain_card.engine import inbox
 from langchain_card.engine.target_worker import TargetWorker
 from langchain_card.errors import ContextOverflowError, InvalidInputError
 
@@ -48,7 +48,7 @@ def alone(model: CARDChatModel) -> list[str]:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Requests whose windows each pass of the target was given; a machine that stalls makes none begin too early."""
-    monkeypatch.setattr(driver_module, "GATHER_SECONDS", 1.0)
+    monkeypatch.setattr(inbox, "GATHER_SECONDS", 1.0)
     verify, counts = TargetWorker._verify, list[int]()
 
     def counted(self: TargetWorker) -> Any:

@@ -204,6 +204,19 @@ def test_a_pause_is_no_waiting() -> None:
     assert core.scheduler.running[0].stats.waited == pytest.approx(0.2)
 
 
+def test_no_time_between_passes_is_learned_where_the_thread_was_interrupted() -> None:
+    gaps = list[float | None]()
+    policy = FixedPolicy()
+    policy.observe_pass = lambda *seen: gaps.append(seen[-1])  # type: ignore[method-assign]
+    core = Coordinator([], Limits(), policy)
+    core.handle(m.Submitted(Request(0, (1, 2), SamplingParams(max_tokens=9), ()), 0.0))
+    for now in (1.0, 2.0, 9.0, 10.0):
+        if now == 9.0:
+            assert core.handle(m.Interrupted(8.0)) == []
+        run_round(core, [5], now)
+    assert gaps == [None, 1.0, None, 1.0]
+
+
 def test_a_paused_request_is_no_load() -> None:
     limits, policy = Limits(max_num_seqs=4), Controller(shared_device=True, overlaps=True)
     core = Coordinator([DrafterTraits("toy", True, True)], limits, policy)

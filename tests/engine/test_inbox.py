@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 from langchain_card.core.messages import Draining, Event
-from langchain_card.engine import driver as driver_module
-from langchain_card.engine.driver import Inbox
+from langchain_card.engine import inbox
+from langchain_card.engine.inbox import Inbox
 
 SECONDS = 1.0
 
 
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inbox]:
-    monkeypatch.setattr(driver_module, "GATHER_SECONDS", SECONDS)
+    monkeypatch.setattr(inbox, "GATHER_SECONDS", SECONDS)
     yield Inbox(time.perf_counter)
 
 

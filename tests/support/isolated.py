@@ -19,17 +19,20 @@ class Waiting:
     def __init__(self, request_id: int = 0) -> None:
         self.request = Request(request_id, (1, 2), SamplingParams(max_tokens=9), (0,))
         self.ends: list[Any] = []
+        self.readings: list[Any] = []
+        self.stats = RequestStats()
 
     def watch(self, stats: RequestStats) -> None:
         """Ignore the start."""
 
     def read(self, reading: Any) -> None:
-        """Ignore how much was read."""
+        self.readings.append(reading)
 
     def push(self, emit: Any) -> None:
         """Ignore the tokens."""
 
     def finish(self, reason: FinishReason, stats: RequestStats) -> None:
+        self.stats = stats
         self.ends.append(reason)
 
     def fail(self, error: BaseException) -> None:

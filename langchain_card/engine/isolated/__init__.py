@@ -1,1 +1,1 @@
-"""Engines in a process that may die: supervisor, messages, entry point."""
+"""Engines in a process that may die: their pool, messages, entry point."""

@@ -19,6 +19,7 @@ from langchain_card.engine.transports.thread import MessageQueue
 from langchain_card.errors import DeviceError, EngineError
 from langchain_card.models.files import Progress
 from langchain_card.ports import Clock, Health
+from langchain_card.runtime.kind import Kind
 
 log = logging.getLogger(__name__)
 
@@ -55,18 +56,30 @@ class EngineProcess:
         owner: takes what happens.
         clock: source of time.
         progress: receives the steps in which the first process loads the engine.
+        measure_kind: whether each process measures its kind while it loads.
 
     Attributes:
         name: of the process.
         config: of the engine, with what it filled in once it was up.
+        kind: of the latest engine that has loaded; None if it was not measured.
+        is_begun: whether a process was started, however that ended.
         is_up: whether it takes requests.
         error: why it was given up; None while it was not.
     """
 
     def __init__(
-        self, name: str, config: EngineConfig, site: Site, owner: Owner, clock: Clock, progress: Progress
+        self,
+        name: str,
+        config: EngineConfig,
+        site: Site,
+        owner: Owner,
+        clock: Clock,
+        progress: Progress,
+        *,
+        measure_kind: bool = False,
     ) -> None:
-        self.name, self.config = name, config
+        self.name, self.config, self._measure_kind = name, config, measure_kind
+        self.kind: Kind | None = None
         self.is_up, self.error = False, None  # type: bool, BaseException | None
         self._site, self._owner, self._clock, self._progress = site, owner, clock, progress
         self._workers = Workers((name,), config.limits)
@@ -74,6 +87,7 @@ class EngineProcess:
         self._restart_at: float | None = None
         self._was_up = False
         self._process: ChildProcess | None = None  # the latest
+        self.is_begun = False
         self._reported: dict[str, Health] = {}
 
     @property
@@ -83,9 +97,9 @@ class EngineProcess:
         return self._process.pid if self._process is not None and is_there else None
 
     @property
-    def is_begun(self) -> bool:
-        """Whether a process was started, however it ended."""
-        return self._process is not None
+    def num_seats(self) -> int:
+        """Number of requests that the engine answers at once; 0 before it was up, and once it was given up."""
+        return self.config.limits.num_seqs if self._was_up and self.error is None else 0
 
     @property
     def is_loading(self) -> bool:
@@ -98,7 +112,15 @@ class EngineProcess:
         Raises:
             EngineError: no process could be started.
         """
+        self.is_begun = True
         self._watch, self._process = ProcessWatch(self._clock), self._start()
+
+    def start_later(self) -> None:
+        """Start the first process beside others that are up; give it up if it cannot be started."""
+        try:
+            self.start()
+        except Exception as error:
+            self._plan_restart(error)
 
     def send(self, message: Any) -> None:
         """Queue a message to the engine; raises what `Direction.encode` raises."""
@@ -139,7 +161,8 @@ class EngineProcess:
             self._owner.post(functools.partial(act, argument))
 
         on_message, on_death = (functools.partial(handle, act) for act in (self._receive, self._handle_death))
-        return start_engine(self.name, self.config, self._site, on_message, on_death)
+        load = m.LoadEngine(self.config, self._measure_kind)
+        return start_engine(self.name, load, self._site, on_message, on_death)
 
     def _restart(self) -> None:
         self._watch = ProcessWatch(self._clock)
@@ -154,7 +177,8 @@ class EngineProcess:
             case m.LoadStep(stage):
                 if not self._was_up:
                     self._progress.update(stage, 0, 0)
-            case m.Loaded(limits, draft_device):
+            case m.Loaded(limits, draft_device, kind):
+                self.kind = kind
                 self.config = replace(self.config, limits=limits, draft_device=draft_device)
                 self.is_up = self._was_up = True
                 if self._workers.started(self.name):
@@ -201,7 +225,7 @@ class EngineProcess:
 
 def start_engine(
     name: str,
-    config: EngineConfig,
+    load: m.LoadEngine,
     site: Site,
     on_message: Callable[[Any], None],
     on_death: Callable[[BaseException], None],
@@ -210,7 +234,7 @@ def start_engine(
 
     Args:
         name: of the process, for errors.
-        config: of the engine.
+        load: the first message to it.
         site: the part of the machine that it may use.
         on_message: takes its messages, in order.
         on_death: called once, after the last message, unless the process was ended by `close`.
@@ -224,7 +248,7 @@ def start_engine(
         thread_name="card-engine",
         sends=m.TO_ENGINE,
         takes=m.FROM_ENGINE,
-        first=m.LoadEngine(config),
+        first=load,
         outbox=_FrameQueue(),
         on_message=on_message,
         on_death=on_death,

@@ -40,8 +40,9 @@ def _serve(wire: Wire) -> None:
     _hide_progress_bars()
     engines.append(engine := Engine(replace(load.config, isolate=False), progress=_ForwardingProgress(wire)))
     engine.warm_up(_ForwardingProgress(wire))
+    kind = engine.kind if load.measure_kind else None
     wire.send(EngineHeartbeat(engine.backend.health()))
-    wire.send(Loaded(engine.config.limits, engine.config.draft_device))
+    wire.send(Loaded(engine.config.limits, engine.config.draft_device, kind))
     while (message := wire.receive()) is not None:
         _handle(message, engine, wire)
     if load.config.prefix_cache == "folder":

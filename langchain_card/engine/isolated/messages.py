@@ -10,15 +10,17 @@ from langchain_card.engine.relay.messages import Began, Committed, Ended, NotSer
 from langchain_card.engine.transports.frames import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, Direction, Failed, Logged
 from langchain_card.limits import Limits
 from langchain_card.ports import Health
+from langchain_card.runtime.kind import Kind
 
 # To the engine, besides `Submit`.
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEngine:
-    """First message to the process: the engine to load."""
+    """First message to the process: the engine to load, and whether it says its kind when it has loaded."""
 
     config: EngineConfig
+    measure_kind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,11 @@ class LoadStep:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Report that the engine takes requests, within these limits, and where its draft runs."""
+    """Report that the engine takes requests, within these limits; where its draft runs; its kind if that is wanted."""
 
     limits: Limits
     draft_device: str
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True)

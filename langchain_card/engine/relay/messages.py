@@ -8,14 +8,22 @@ from typing import TypeAlias
 from langchain_card.core.messages import Reading, TokenLogprob
 from langchain_card.core.request import FinishReason, Request, RequestStats
 from langchain_card.engine.transports.frames import Failed
+from langchain_card.runtime.kind import Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request for an answer, or for the rest of one: `output_ids` were written by engines before this one."""
+    """A request for an answer, or for the rest of one.
+
+    Attributes:
+        request: the request.
+        output_ids: the answer so far.
+        kind: of the engine that began it, if that is known; None for a new answer.
+    """
 
     request: Request
     output_ids: tuple[int, ...] = ()
+    kind: Kind | None = None
 
 
 # From an engine. `request_id` is that of the request in `Submit`.

@@ -10,6 +10,7 @@ from langchain_card.engine.relay.messages import Submit
 from langchain_card.engine.relay.pool import Attempt
 from langchain_card.errors import EngineError
 from langchain_card.ports import Clock, Consumer
+from langchain_card.runtime.kind import Kind
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class OpenRequest:
         paused: whether the consumer does not read.
         aborted: whether the consumer gave up.
         num_tokens: number of tokens that count, where a stop string ended the answer.
+        kind: of the engine that wrote the first token.
         deaths: consecutive engines that died while they worked on the request, without a token of it.
     """
 
@@ -41,6 +43,7 @@ class OpenRequest:
     aborted: bool = False
     paused: bool = False
     num_tokens: int | None = None
+    kind: Kind | None = None
     deaths: int = 0
 
     def __post_init__(self) -> None:
@@ -49,12 +52,14 @@ class OpenRequest:
     @property
     def rest(self) -> Submit:
         """The message to the next engine."""
-        return Submit(self.consumer.request, tuple(self.output_ids))
+        return Submit(self.consumer.request, tuple(self.output_ids), self.kind)
 
     def push(self, emit: Emit, stats: RequestStats) -> None:
         """Append tokens to the answer and hand them to the consumer; raises what the consumer raises."""
         self.output_ids += emit.token_ids
         self.deaths = 0
+        if self.kind is None and self.attempt is not None:
+            self.kind = self.attempt.kind
         self.update_stats(stats)
         self.num_tokens = self.consumer.push(emit)
 

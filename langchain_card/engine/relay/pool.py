@@ -7,10 +7,15 @@ from typing import Protocol
 
 from langchain_card.engine.relay.messages import Reply, Submit
 from langchain_card.ports import Health
+from langchain_card.runtime.kind import Kind
 
 
 class Attempt(Protocol):
     """One engine's work on one request."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of the engine; None if it is not known."""
 
     def stop(self, num_tokens: int | None = None) -> None:
         """End the request after so many tokens, or discard it; an `Ended` or an `EngineLost` still follows."""
@@ -33,9 +38,6 @@ class EnginePool(Protocol):
         """Choose an engine for a request, now or as soon as there is one.
 
         Replies are made on the relay's thread, none before this returns.
-
-        Raises:
-            CARDError: the request cannot be sent to any engine.
         """
 
     def check(self) -> float | None:
@@ -43,6 +45,9 @@ class EnginePool(Protocol):
 
     def announce(self, count: int) -> None:
         """Announce requests that are about to come."""
+
+    def kind(self) -> Kind:
+        """Return the kind of the engines; raise `EngineError` if it is not known. May be called from any thread."""
 
     def health(self) -> dict[str, Health]:
         """Return the health of engines and workers, by name; may be called from any thread."""

@@ -18,8 +18,12 @@ from langchain_card.engine.relay.pool import EnginePool
 from langchain_card.errors import EngineClosedError, EngineError
 from langchain_card.limits import Limits
 from langchain_card.ports import Clock, Consumer, Health
+from langchain_card.runtime.kind import Kind
 
 log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 1.0
+"""Seconds until a pool is checked again that raised an error."""
 
 
 class Relay:
@@ -98,6 +102,10 @@ class Relay:
         """Take no more requests, and write all answers to their end, read or not."""
         self._do(self._drain)
 
+    def kind(self) -> Kind:
+        """Return what the text of an answer depends on; raise `EngineError` if it is not known."""
+        return self._pool.kind()
+
     def health(self) -> dict[str, Health]:
         """Return the health of engines and workers, by name."""
         return self._pool.health()
@@ -119,8 +127,13 @@ class Relay:
 
     def _step(self) -> None:
         """Run one queued function, or wait until the pool must be checked; an error does not end the thread."""
+        seconds: float | None = CHECK_SECONDS
         try:
-            self._inbox.get(timeout=self._pool.check())()
+            seconds = self._pool.check()
+        except Exception:
+            log.exception("the relay goes on after an error of its pool")
+        try:
+            self._inbox.get(timeout=seconds)()
         except queue.Empty:
             pass
         except Exception:
@@ -131,12 +144,7 @@ class Relay:
         entry = self._open.get(request_id)
         if entry is None or entry.attempt is not None or (entry.paused and not self._draining):
             return
-        try:
-            entry.attempt = self._pool.submit(entry.rest, functools.partial(self._receive, entry, entry.number))
-        except Exception as error:
-            failure = EngineError("request", request_id, f"it cannot be sent to an engine ({error})")
-            failure.__cause__ = error
-            self._fail(request_id, failure)
+        entry.attempt = self._pool.submit(entry.rest, functools.partial(self._receive, entry, entry.number))
 
     def _stop(self, request_id: int, num_tokens: int | None) -> None:
         if (entry := self._open.get(request_id)) is None:
@@ -177,7 +185,8 @@ class Relay:
             case m.Began():
                 entry.begin()
             case Reading():
-                entry.consumer.read(reply)
+                if not entry.output_ids:  # else a text that was read before
+                    entry.consumer.read(reply)
             case m.Committed():
                 self._push(entry, reply)
             case m.Ended(_, reason, stats):

@@ -7,23 +7,28 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from langchain_card.config import EngineConfig
+from langchain_card.core.messages import Reading
 from langchain_card.core.request import FinishReason, Request, RequestStats, SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated import main as child
 from langchain_card.engine.isolated import messages as f
 from langchain_card.engine.isolated.engine_process import ROOM_SECONDS
 from langchain_card.engine.isolated.process_pool import ProcessPool
+from langchain_card.engine.isolated.sites import Site
 from langchain_card.engine.liveness import GRACE_SECONDS
 from langchain_card.engine.relay.messages import Began, Committed, Ended, Submit
 from langchain_card.engine.relay.relay import Relay
 from langchain_card.errors import DeviceError, EngineClosedError, EngineError, InvalidInputError
 from langchain_card.limits import Limits
 from langchain_card.ports import Health
+from langchain_card.runtime.kind import Kind
+from langchain_card.serve.health import judge
 from tests.support import tiny
 from tests.support.isolated import Waiting
 from tests.support.processes import wait_until
@@ -299,3 +304,190 @@ def test_a_bad_request_of_the_process_ends_alone(tmp_path: Any, monkeypatch: pyt
         child._handle(Submit(Request(2, (1, 2), SamplingParams(grammar="start: /a/"))), engine, wire)
     refused = {message.request_id: message.error.kind for message in said if isinstance(message, f.NotServed)}
     assert refused == {0: "InvalidInputError", 2: "ZeroDivisionError"}
+
+
+# Several processes.
+
+SEATS = Limits(max_num_seqs=2, max_queue=0)
+KINDS = (Kind("model", "machine"), Kind("model", "other machine"), Kind("other model", "machine"))
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch, clock: Time) -> Iterator[Relay]:
+    """Two processes of two seats each; both are up."""
+    LIVES.clear()
+    FAILING.clear()
+    monkeypatch.setattr("langchain_card.engine.isolated.engine_process.start_engine", Scripted)
+    monkeypatch.setattr("langchain_card.engine.isolated.process_pool.split", lambda config: [Site((0,)), Site((1,))])
+    config = EngineConfig("a", None, replicas=2, limits=Limits(restart_seconds=0.01, max_num_seqs=2, max_queue=0))
+    made = Relay(ProcessPool(config, clock), config.limits)
+    made.start()
+    LIVES[0].say(f.Loaded(SEATS, "auto", KINDS[0]))
+    wait_until(lambda: len(LIVES) == 2)
+    yield made
+    made.close()
+
+
+def up(relay: Relay, life: int, kind: Kind = KINDS[0]) -> None:
+    LIVES[life].say(f.Loaded(SEATS, "auto", kind))
+    settle(relay)
+
+
+def submitted(relay: Relay, *sessions: str) -> list[Waiting]:
+    consumers = [Waiting(relay.num_open + number) for number in range(len(sessions))]
+    for consumer, session in zip(consumers, sessions, strict=True):
+        consumer.request = replace(consumer.request, params=replace(consumer.request.params, session=session))
+        relay.submit(consumer)
+    settle(relay)
+    return consumers
+
+
+def test_requests_wait_for_a_seat_of_any_process(two: Relay) -> None:
+    """A session keeps to its process while that has a seat; no process gets more than its seats."""
+    assert two.num_seats == 2
+    up(two, 1)
+    assert two.num_seats == 4
+    submitted(two, *["same"] * 6)
+    sent = [len(life.requests) for life in LIVES]
+    assert sent == [2, 2]
+    number = LIVES[1].requests[0][0]
+    LIVES[1].say(Ended(number, FinishReason.STOP, RequestStats()))
+    settle(two)
+    assert [len(life.requests) for life in LIVES] == [2, 3] and two.num_open == 5
+
+
+def test_a_session_keeps_to_its_process(two: Relay) -> None:
+    up(two, 1)
+    places = []
+    for _ in range(6):
+        consumers = submitted(two, "a", "b")
+        for life in LIVES:
+            places.append([number for number, _ in life.requests])
+            for number in places[-1]:
+                life.say(Ended(number, FinishReason.STOP, RequestStats()))
+        settle(two)
+        assert all(consumer.ends for consumer in consumers)
+    counts = [len(life.requests) for life in LIVES]
+    assert sum(counts) == 12 and {*counts} <= {0, 6, 12}
+
+
+def test_answers_go_on_before_those_that_have_not_begun(two: Relay) -> None:
+    """Also where the queue is full: they were taken already."""
+    up(two, 1)
+    consumers = submitted(two, *["s"] * 5)
+    for number, _ in LIVES[0].requests:
+        LIVES[0].say(Began(number))
+        LIVES[0].say(wrote(number, 5))
+    settle(two)
+    LIVES[0].die()
+    settle(two)
+    for number, _ in LIVES[1].requests:
+        LIVES[1].say(Ended(number, FinishReason.STOP, RequestStats()))
+    settle(two)
+    assert [output_ids for _, output_ids in LIVES[1].requests] == [(), (), (5,), (5,)]
+    assert sum(bool(consumer.ends) for consumer in consumers) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_model_never_goes_on(two: Relay, kind: Kind) -> None:
+    """Another machine does."""
+    (consumer,) = submitted(two, "")
+    LIVES[0].say(wrote(LIVES[0].requests[0][0], 5))
+    settle(two)
+    up(two, 1, kind)
+    LIVES[0].die()
+    wait_until(lambda: len(LIVES) == 3)
+    LIVES[2].say(f.Loaded(SEATS, "auto", kind))
+    settle(two)
+    went_on = [life.requests for life in LIVES[1:] if life.requests]
+    if kind is KINDS[2]:
+        assert not went_on and "is another one now than the one that began this answer" in str(consumer.ends[0])
+    else:
+        assert [[output_ids for _, output_ids in each] for each in went_on] == [[(5,)]] and not consumer.ends
+
+
+def test_a_second_process_that_cannot_load_leaves_the_first(two: Relay) -> None:
+    LIVES[1].die(DeviceError("device", "cpu", "no room"))
+    (consumer,) = submitted(two, "s")
+    assert LIVES[0].requests and not consumer.ends and two.num_seats == 2
+    assert {name: health.state for name, health in two.health().items()} == {
+        "engine process 1": "up", "engine process 2": "given up"
+    }  # fmt: skip
+    assert judge(two.health()) == "degraded"
+    LIVES[0].die()
+    wait_until(lambda: len(LIVES) == 3)
+    assert judge(two.health()) == "failing"
+    up(two, 2)
+    assert LIVES[2].requests and not consumer.ends
+
+
+def test_a_second_process_that_cannot_be_started_leaves_the_first(monkeypatch: pytest.MonkeyPatch, clock: Time) -> None:
+    LIVES.clear()
+    FAILING.clear()
+    monkeypatch.setattr("langchain_card.engine.isolated.engine_process.start_engine", Scripted)
+    monkeypatch.setattr("langchain_card.engine.isolated.process_pool.split", lambda config: [Site((0,)), Site((1,))])
+    config = EngineConfig("a", None, replicas=2)
+    relay = Relay(ProcessPool(config, clock), config.limits)
+    relay.start()
+    FAILING.append(EngineError("engine process", "python", "could not be started (no memory)"))
+    LIVES[0].say(f.Loaded(SEATS, "auto"))
+    (consumer,) = submitted(relay, "s")
+    assert LIVES[0].requests and not FAILING and not consumer.ends
+    relay.close()
+
+
+def test_one_bad_request_among_those_that_wait_fails_alone(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    LIVES[0].die()
+    wait_until(lambda: len(LIVES) == 2)
+    consumers = [Waiting(number) for number in range(3)]
+    for consumer in consumers:
+        relay.submit(consumer)
+    send = Scripted.send
+
+    def refuse(life: Scripted, message: Any) -> None:
+        if isinstance(message, Submit) and message.request.request_id == 0:
+            raise TypeError("no number")
+        send(life, message)
+
+    monkeypatch.setattr(Scripted, "send", refuse)
+    LIVES[1].say(f.Loaded(Limits(), "auto"))
+    settle(relay)
+    settle(relay)
+    assert [number for number, _ in LIVES[1].requests] == [1, 2]
+    assert "request = 0: it cannot be sent to an engine" in str(consumers[0].ends[0])
+    assert not consumers[1].ends and not consumers[2].ends
+
+
+def test_an_abort_just_before_an_engine_is_up_takes_no_seat(relay: Relay) -> None:
+    LIVES[0].die()
+    wait_until(lambda: len(LIVES) == 2)
+    relay.submit(consumer := Waiting())
+    settle(relay)
+    held = threading.Event()
+    relay._do(held.wait, 10)
+    relay.stop(0)
+    LIVES[1].say(f.Loaded(Limits(), "auto"))
+    held.set()
+    settle(relay)
+    settle(relay)
+    assert consumer.ends == [FinishReason.ABORT] and not LIVES[1].requests
+
+
+def test_a_reader_that_pauses_gives_its_seat_back(relay: Relay) -> None:
+    """Readings of a text that was read before are not reported again, and its tokens are counted once."""
+    relay.submit(consumer := Waiting())
+    settle(relay)
+    first = RequestStats(rounds=1, cached_tokens=1)
+    LIVES[0].say(Committed(0, (5, 6), ("", ""), (), first))
+    relay.pause(0, True)
+    settle(relay)
+    assert [message for message in LIVES[0].sent if isinstance(message, f.Stop)] == [f.Stop(0)]
+    LIVES[0].say(wrote(0, 7))  # was on its way
+    relay.pause(0, False)
+    settle(relay)
+    assert LIVES[0].requests == [(0, ()), (1, (5, 6))]
+    LIVES[0].say(Reading(1, 512, 900))
+    LIVES[0].say(Ended(1, FinishReason.LENGTH, RequestStats(rounds=2, cached_tokens=4)))
+    settle(relay)
+    assert consumer.ends == [FinishReason.LENGTH] and not consumer.readings
+    assert (consumer.stats.rounds, consumer.stats.cached_tokens) == (3, 1)

@@ -35,6 +35,7 @@ from langchain_card.engine.transports.frames import (
 from langchain_card.errors import CARDError, DeviceError, EngineError
 from langchain_card.limits import Limits, Pins
 from langchain_card.ports import Health
+from langchain_card.runtime.kind import Kind
 
 
 class Draw:
@@ -190,7 +191,8 @@ def test_messages_of_an_engine_in_a_process() -> None:
             f.Submit(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Announce(4),
         ],
         f.FROM_ENGINE: [
-            f.LoadStep("load a"), f.Loaded(Limits(), "auto"), f.Began(3), m.Reading(3, 512, 900), Logged("a", 20, "b"),
+            f.LoadStep("load a"), f.Loaded(Limits(), "auto"), f.Loaded(Limits(), "auto", Kind("a", "b")),
+            f.Began(3), m.Reading(3, 512, 900), Logged("a", 20, "b"),
             f.Committed(3, (7,), ("model",), logprobs, stats),
             f.Ended(3, FinishReason.LENGTH, stats), f.NotServed(3, Failed("EngineError", "no")),
             Failed("KeyError", "x"),
