@@ -56,7 +56,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
     loops.
 
     A call may override the decoding options: `schedule`, `max_tokens`, `temperature`, `seed`, `stop`, `top_k`, `top_p`,
-    `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs`, `tenant` and `adapter`:
+    `min_p`, the penalties, `logit_bias`, `logprobs`, `top_logprobs`, `tenant`, `session` and `adapter`:
     `model.invoke(messages, temperature=0.7)` or `model.bind(stop=["\n"])`. It may also name other models:
     `model.invoke(messages, model="smollm2-135m", draft_model="ngram")`; they stay loaded until `close()`. An option
     that is None leaves the field's value, except for `draft_model=None`, which is plain decoding.

@@ -153,6 +153,9 @@ def served_model(args: argparse.Namespace, **limits: Any) -> CARDChatModel:
 
     bounds = Limits(max_num_seqs=args.max_num_seqs, **limits)
     fields = {**engine_fields(args), **drafter_fields(args), "limits": bounds}
+    if args.replicas > 1 and not args.isolate:
+        hint = "leave one of them out"
+        raise InvalidInputError("--replicas", args.replicas, "have processes of their own, against --no-isolate", hint)
     fields |= {"isolate": args.isolate, "replicas": args.replicas}
     config = EngineConfig(**fields, adapters=tuple(args.adapters))
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature}

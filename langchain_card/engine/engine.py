@@ -80,7 +80,7 @@ class Engine:
         self.config, self._observe = config or EngineConfig(), observe
         if observe is not None and self.config.in_processes:
             limit = "cannot be watched: the engine works in a process of its own"
-            raise InvalidInputError("isolate", True, limit, "leave isolate out")
+            raise InvalidInputError("observe", "given", limit, "leave isolate and replicas out")
         self._begun, self._free = list[ModelSpec](), 0
         try:
             with rare_collections, _shown_compilations(progress or Silent()):
@@ -118,6 +118,8 @@ class Engine:
         from langchain_card.engine.relay.relay import Relay
 
         progress.update(f"load {self.config.model} in a process of its own", 0, 0)
+        if self.config.replicas > 1 and self._pair.target.device.type == "cpu":  # each would count on all free memory
+            self.config = self._with_seats(lambda device: free_bytes(device) // self.config.replicas)
         pool = ProcessPool(self.config, progress=progress)
         relay = Relay(pool, self.config.limits)
         resources.callback(relay.close)
@@ -134,14 +136,22 @@ class Engine:
         progress.update(f"load {names}", 0, 0)
         if self.config.lossy:
             log.warning("%s", lossy_note(self.config.acceptance))
-        limits = self.config.limits
-        wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
-        free = (lambda device: self._free if device == _CPU else free_bytes(device)) if self._begun else free_bytes
-        fitting = check_budget(self._pair, wanted, limits.max_window, SCRATCH, free)
-        num_seqs = min(fitting, limits.max_step_rows)
-        self.config = replace(self.config, limits=replace(limits, max_num_seqs=num_seqs))
+        self.config = self._with_seats(
+            (lambda device: self._free if device == _CPU else free_bytes(device)) if self._begun else free_bytes
+        )
         self.config, self._pair = place_draft(self.config, self._pair, resources, progress)
         return start_driver(self.config, self._pair, self.grammars.start, resources, progress, self._observe)
+
+    def _with_seats(self, free: Callable[[torch.device], int]) -> EngineConfig:
+        """Return the configuration with the number of sequences that fit into the free memory of the devices.
+
+        Raises:
+            DeviceError: not even the limits' number of sequences fits.
+        """
+        limits = self.config.limits
+        wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
+        fitting = check_budget(self._pair, wanted, limits.max_window, SCRATCH, free)
+        return replace(self.config, limits=replace(limits, max_num_seqs=min(fitting, limits.max_step_rows)))
 
     @property
     def devices(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -99,7 +100,8 @@ class Service:
             self.check_name(name)
             reader.adapter = name if name in self.model.adapters else ""
         reader.tenant = getattr(request.state, "tenant", reader.tenant)
-        reader.session = request.headers.get(SESSION_HEADER) or session or reader.session
+        if name_of := request.headers.get(SESSION_HEADER) or session:  # any text: it is never refused
+            reader.session = hashlib.sha256(name_of.encode(errors="replace")).hexdigest()
         return reader
 
     def state(self) -> EngineState:

@@ -122,10 +122,11 @@ def _metadata(run_id: UUID) -> dict[str, Any]:
 
 
 def _check_batch(service: Service, body: BatchRequest) -> None:
-    limits, count = service.model.engine.config.limits, len(body.inputs)
-    max_inputs = limits.max_queue + limits.num_seqs
+    engine, count = service.model.engine, len(body.inputs)
+    limits, num_seats = engine.config.limits, engine.backend.num_seats
+    max_inputs = limits.max_queue + num_seats
     if count > max_inputs:
-        parts = f"{limits.num_seqs:,} at once, and max_queue = {limits.max_queue:,} that wait"
+        parts = f"{num_seats:,} at once, and max_queue = {limits.max_queue:,} that wait"
         limit = f"must be {max_inputs:,} at most: {parts}"
         raise InvalidInputError("inputs", f"{count:,} inputs", limit, "send several batches")
     for value in body.inputs:

@@ -124,10 +124,10 @@ class Decoding(BaseModel):
     seed: Whole | None = None
     stop: str | list[str] | None = None
     schedule: Schedule | None = None
-    prompt_cache_key: Name | None = Field(
+    prompt_cache_key: Any = Field(
         default=None, description="name of the conversation; where there are replicas, one of them answers all of it"
     )
-    user: Name | None = None
+    user: Any = Field(default=None, description="in place of prompt_cache_key")
     card: StrictBool = Field(
         default=False, description="add to each event the drafter that proposed each of its tokens"
     )
@@ -164,7 +164,7 @@ class Decoding(BaseModel):
     @property
     def session(self) -> str:
         """Return the name of the conversation, or ""."""
-        return self.prompt_cache_key or self.user or ""
+        return str(self.prompt_cache_key or self.user or "")
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}

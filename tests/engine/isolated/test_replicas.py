@@ -18,6 +18,7 @@ from langchain_card.engine.isolated import sites
 from langchain_card.engine.isolated.sites import Site, split
 from langchain_card.errors import InvalidInputError
 from langchain_card.limits import Limits
+from langchain_card.runtime.threads import num_cores
 from langchain_card.serve.health import judge
 from tests.support import tiny
 from tests.support.isolated import pool_of, process_of
@@ -68,7 +69,7 @@ def engine(pair: EngineConfig) -> Iterator[Engine]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two replicas need a core each")
+@pytest.mark.skipif(num_cores() < 2, reason="two replicas need a core each")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_answers_go_on_in_the_other_process(engine: Engine, wanted: list[tuple[int, ...]], number: int) -> None:
     """A process that is stopped is killed after the time of silence."""
@@ -85,18 +86,20 @@ def test_answers_go_on_in_the_other_process(engine: Engine, wanted: list[tuple[i
             next(pieces)
         victim = process_of(engine, turn % 2)
         victim.send_signal(number)
+        others = {process.pid for process in pool.processes} - {victim.pid}
         assert [generation.result().token_ids for generation in generations] == wanted
+        assert others <= {process.pid for process in pool.processes}, "the other process answered"
     assert not engine.num_open
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two replicas need a core each")
+@pytest.mark.skipif(num_cores() < 2, reason="two replicas need a core each")
 def test_processes_share_out_the_cores(engine: Engine) -> None:
     cores = [os.sched_getaffinity(process_of(engine, number).pid) for number in range(2)]
     assert not cores[0] & cores[1] and len(cores[0]) == len(cores[1])
     assert engine.backend.num_seats == 8
     health = engine.health()
-    assert judge(health) in ("ok", "degraded")
+    assert judge(health) == "ok"
     assert {"engine process 1", "engine process 2", "engine process 2: target"} <= {*health}
 
 
@@ -104,14 +107,17 @@ def test_parts_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 5, 7})
     config = EngineConfig(device="cpu", replicas=2)
     assert split(replace(config, replicas=1)) == [Site()]
-    assert split(config) == [Site((0, 2)), Site((4, 5))]
+    monkeypatch.setattr(sites, "_place", lambda core: (int(core) % 2, int(core)))  # two processors
+    assert split(config) == [Site((0, 2, 4)), Site((5, 7))]
     with pytest.raises(InvalidInputError, match=r"replicas = 6: must be 5 at most: this process may use 5 cores"):
         split(replace(config, replicas=6))
-    with pytest.raises(InvalidInputError, match=r"device = 'cuda:0': names its devices"):
-        split(replace(config, device="cuda:0"))
+    for field in ("device", "draft_device"):
+        with pytest.raises(InvalidInputError, match=rf"{field} = 'cuda:0': names its devices"):
+            split(replace(config, **{field: "cuda:0"}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert split(replace(config, device="auto")) == [Site((0, 2), "0,1"), Site((4, 5), "2,3")]
+    assert split(replace(config, device="auto")) == [Site((0, 2, 4), "0,1"), Site((5, 7), "2,3")]
+    assert split(replace(config, draft_device="cpu")) == [Site((0, 2, 4)), Site((5, 7))]
     monkeypatch.setenv(sites.VISIBLE, "3, 1, GPU-ab, 0")
     assert [site.environment for site in split(replace(config, device="cuda"))] == [
         {sites.VISIBLE: "3,1"}, {sites.VISIBLE: "GPU-ab,0"}
