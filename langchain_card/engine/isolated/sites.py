@@ -60,9 +60,9 @@ def split(config: EngineConfig) -> list[Site]:
 
 def _visible() -> list[str]:
     named = os.environ.get(VISIBLE)
-    return (
-        [*map(str, range(torch.cuda.device_count()))] if named is None else [name.strip() for name in named.split(",")]
-    )
+    if named is None:
+        return [*map(str, range(torch.cuda.device_count()))]
+    return [name.strip() for name in named.split(",") if name.strip()]
 
 
 def _place(core: str) -> tuple[int, ...]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,60 +18,16 @@ from langchain_card.engine.isolated import main as child
 from langchain_card.engine.isolated import messages as f
 from langchain_card.engine.isolated.engine_process import ROOM_SECONDS
 from langchain_card.engine.isolated.process_pool import ProcessPool
-from langchain_card.engine.isolated.sites import Site
 from langchain_card.engine.liveness import GRACE_SECONDS
 from langchain_card.engine.relay.messages import Began, Committed, Ended, Submit
 from langchain_card.engine.relay.relay import Relay
 from langchain_card.errors import DeviceError, EngineClosedError, EngineError, InvalidInputError
 from langchain_card.limits import Limits
 from langchain_card.ports import Health
-from langchain_card.runtime.kind import Kind
-from langchain_card.serve.health import judge
 from tests.support import tiny
 from tests.support.isolated import Waiting
 from tests.support.processes import wait_until
-
-
-class Scripted:
-    """In place of a process: sends what a test lets it send."""
-
-    def __init__(self, name: str, config: EngineConfig, site: Any, on_message: Any, die: Any) -> None:
-        self.name, self.pid, self.sent = name, len(LIVES), list[Any]()
-        self.say: Any = on_message
-        self.killed = 0
-        self.die: Any = lambda error=None: die(error or EngineError("engine process", self.pid, "killed by the test"))
-        if FAILING:
-            raise FAILING.pop()
-        LIVES.append(self)
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def kill(self) -> None:
-        self.killed += 1
-
-    def close(self) -> None:
-        """It is gone."""
-
-    @property
-    def requests(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Numbers of the requests that it got, each with the answer so far."""
-        got = [message for message in self.sent if isinstance(message, Submit)]
-        return [(message.request.request_id, message.output_ids) for message in got]
-
-
-LIVES: list[Scripted] = []
-FAILING: list[Exception] = []
-
-
-class Time:
-    """A clock that runs, and that a test sets forward."""
-
-    ahead = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead
-
+from tests.support.scripted_processes import FAILING, LIVES, Scripted, Time, check, die, settle, wrote
 
 SHOWN = list[str]()
 
@@ -105,30 +59,6 @@ def relay(monkeypatch: pytest.MonkeyPatch, clock: Time) -> Iterator[Relay]:
     pool.wait_ready()
     yield made
     made.close()
-
-
-def settle(relay: Relay) -> None:
-    done = threading.Event()
-    relay._do(done.set)
-    assert done.wait(10)
-
-
-def check(relay: Relay) -> None:
-    """Wait until the relay has checked its processes."""
-    settle(relay)
-    settle(relay)
-
-
-def die(life: int) -> Scripted:
-    """Ends a life, and gives the next one."""
-    LIVES[life].die()
-    wait_until(lambda: len(LIVES) == life + 2)
-    LIVES[-1].say(f.Loaded(Limits(), "auto"))
-    return LIVES[-1]
-
-
-def wrote(request_id: int, *token_ids: int) -> Committed:
-    return Committed(request_id, token_ids, ("",) * len(token_ids), (), RequestStats(rounds=1))
 
 
 def test_the_first_process_shows_how_it_loads(relay: Relay) -> None:
@@ -304,136 +234,6 @@ def test_a_bad_request_of_the_process_ends_alone(tmp_path: Any, monkeypatch: pyt
         child._handle(Submit(Request(2, (1, 2), SamplingParams(grammar="start: /a/"))), engine, wire)
     refused = {message.request_id: message.error.kind for message in said if isinstance(message, f.NotServed)}
     assert refused == {0: "InvalidInputError", 2: "ZeroDivisionError"}
-
-
-# Several processes.
-
-SEATS = Limits(max_num_seqs=2, max_queue=0)
-KINDS = (Kind("model", "machine"), Kind("model", "other machine"), Kind("other model", "machine"))
-
-
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch, clock: Time) -> Iterator[Relay]:
-    """Two processes of two seats each; both are up."""
-    LIVES.clear()
-    FAILING.clear()
-    monkeypatch.setattr("langchain_card.engine.isolated.engine_process.start_engine", Scripted)
-    monkeypatch.setattr("langchain_card.engine.isolated.process_pool.split", lambda config: [Site((0,)), Site((1,))])
-    config = EngineConfig("a", None, replicas=2, limits=Limits(restart_seconds=0.01, max_num_seqs=2, max_queue=0))
-    made = Relay(ProcessPool(config, clock), config.limits)
-    made.start()
-    LIVES[0].say(f.Loaded(SEATS, "auto", KINDS[0]))
-    wait_until(lambda: len(LIVES) == 2)
-    yield made
-    made.close()
-
-
-def up(relay: Relay, life: int, kind: Kind = KINDS[0]) -> None:
-    LIVES[life].say(f.Loaded(SEATS, "auto", kind))
-    settle(relay)
-
-
-def submitted(relay: Relay, *sessions: str) -> list[Waiting]:
-    consumers = [Waiting(relay.num_open + number) for number in range(len(sessions))]
-    for consumer, session in zip(consumers, sessions, strict=True):
-        consumer.request = replace(consumer.request, params=replace(consumer.request.params, session=session))
-        relay.submit(consumer)
-    settle(relay)
-    return consumers
-
-
-def test_requests_wait_for_a_seat_of_any_process(two: Relay) -> None:
-    """A session keeps to its process while that has a seat; no process gets more than its seats."""
-    assert two.num_seats == 2
-    up(two, 1)
-    assert two.num_seats == 4
-    submitted(two, *["same"] * 6)
-    sent = [len(life.requests) for life in LIVES]
-    assert sent == [2, 2]
-    number = LIVES[1].requests[0][0]
-    LIVES[1].say(Ended(number, FinishReason.STOP, RequestStats()))
-    settle(two)
-    assert [len(life.requests) for life in LIVES] == [2, 3] and two.num_open == 5
-
-
-def test_a_session_keeps_to_its_process(two: Relay) -> None:
-    up(two, 1)
-    places = []
-    for _ in range(6):
-        consumers = submitted(two, "a", "b")
-        for life in LIVES:
-            places.append([number for number, _ in life.requests])
-            for number in places[-1]:
-                life.say(Ended(number, FinishReason.STOP, RequestStats()))
-        settle(two)
-        assert all(consumer.ends for consumer in consumers)
-    counts = [len(life.requests) for life in LIVES]
-    assert sum(counts) == 12 and {*counts} <= {0, 6, 12}
-
-
-def test_answers_go_on_before_those_that_have_not_begun(two: Relay) -> None:
-    """Also where the queue is full: they were taken already."""
-    up(two, 1)
-    consumers = submitted(two, *["s"] * 5)
-    for number, _ in LIVES[0].requests:
-        LIVES[0].say(Began(number))
-        LIVES[0].say(wrote(number, 5))
-    settle(two)
-    LIVES[0].die()
-    settle(two)
-    for number, _ in LIVES[1].requests:
-        LIVES[1].say(Ended(number, FinishReason.STOP, RequestStats()))
-    settle(two)
-    assert [output_ids for _, output_ids in LIVES[1].requests] == [(), (), (5,), (5,)]
-    assert sum(bool(consumer.ends) for consumer in consumers) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_model_never_goes_on(two: Relay, kind: Kind) -> None:
-    """Another machine does."""
-    (consumer,) = submitted(two, "")
-    LIVES[0].say(wrote(LIVES[0].requests[0][0], 5))
-    settle(two)
-    up(two, 1, kind)
-    LIVES[0].die()
-    wait_until(lambda: len(LIVES) == 3)
-    LIVES[2].say(f.Loaded(SEATS, "auto", kind))
-    settle(two)
-    went_on = [life.requests for life in LIVES[1:] if life.requests]
-    if kind is KINDS[2]:
-        assert not went_on and "is another one now than the one that began this answer" in str(consumer.ends[0])
-    else:
-        assert [[output_ids for _, output_ids in each] for each in went_on] == [[(5,)]] and not consumer.ends
-
-
-def test_a_second_process_that_cannot_load_leaves_the_first(two: Relay) -> None:
-    LIVES[1].die(DeviceError("device", "cpu", "no room"))
-    (consumer,) = submitted(two, "s")
-    assert LIVES[0].requests and not consumer.ends and two.num_seats == 2
-    assert {name: health.state for name, health in two.health().items()} == {
-        "engine process 1": "up", "engine process 2": "given up"
-    }  # fmt: skip
-    assert judge(two.health()) == "degraded"
-    LIVES[0].die()
-    wait_until(lambda: len(LIVES) == 3)
-    assert judge(two.health()) == "failing"
-    up(two, 2)
-    assert LIVES[2].requests and not consumer.ends
-
-
-def test_a_second_process_that_cannot_be_started_leaves_the_first(monkeypatch: pytest.MonkeyPatch, clock: Time) -> None:
-    LIVES.clear()
-    FAILING.clear()
-    monkeypatch.setattr("langchain_card.engine.isolated.engine_process.start_engine", Scripted)
-    monkeypatch.setattr("langchain_card.engine.isolated.process_pool.split", lambda config: [Site((0,)), Site((1,))])
-    config = EngineConfig("a", None, replicas=2)
-    relay = Relay(ProcessPool(config, clock), config.limits)
-    relay.start()
-    FAILING.append(EngineError("engine process", "python", "could not be started (no memory)"))
-    LIVES[0].say(f.Loaded(SEATS, "auto"))
-    (consumer,) = submitted(relay, "s")
-    assert LIVES[0].requests and not FAILING and not consumer.ends
-    relay.close()
 
 
 def test_one_bad_request_among_those_that_wait_fails_alone(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
