@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 return batch.answer(args.concurrency or SERVER_CONCURRENCY, server)
             assert app is not None
             with app.state.service.model.load() as model:  # not by the application: here ctrl-c works
-                seats = model.engine.config.limits.num_seqs
+                seats = model.engine.config.limits.num_seqs * args.replicas
                 return batch.answer(args.concurrency or seats + SPARE, client_of_app(app))
         except KeyboardInterrupt:
             return batch.interrupted()
