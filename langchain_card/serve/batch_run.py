@@ -13,7 +13,7 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from langchain_card.errors import InvalidInputError
-from langchain_card.serve.batch_file import PASSING, REFUSED_KEY, BatchOutput, BatchRequest, is_final
+from langchain_card.serve.batch_file import PASSING, REFUSED_KEY, BatchOutput, RequestLine, is_final
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -110,7 +110,7 @@ class BatchRun:
         """Tokens of answers per second, since the run began."""
         return self.num_tokens / max(time.monotonic() - self._begun, 1e-6)
 
-    async def run(self, requests: Iterator[BatchRequest]) -> None:
+    async def run(self, requests: Iterator[RequestLine]) -> None:
         """Send the requests that have no answer yet.
 
         Raises:
@@ -126,14 +126,14 @@ class BatchRun:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(self, pending: Iterator[BatchRequest]) -> None:
+    async def _work(self, pending: Iterator[RequestLine]) -> None:
         for request in pending:
             await self._answer(request)
             self._report(self)
             if self.stopped:
                 return
 
-    async def _answer(self, request: BatchRequest) -> None:
+    async def _answer(self, request: RequestLine) -> None:
         pauses, until = iter(PAUSES), time.monotonic() + PATIENCE
         while (failure := await self._send(request)) is not None:
             if not failure.again:
@@ -153,7 +153,7 @@ class BatchRun:
         self.last_failure = failure.message
         self._output.add_failure(request.custom_id, failure.code, failure.message)
 
-    async def _send(self, request: BatchRequest) -> _Failure | None:
+    async def _send(self, request: RequestLine) -> _Failure | None:
         """Send a request once, and write its answer, if there is one."""
         headers = {"content-type": "application/json"}
         try:
