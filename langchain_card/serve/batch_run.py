@@ -85,7 +85,7 @@ class BatchRun:
         client: sends the requests.
         output: receives the results.
         concurrency: requests at a time.
-        report: called after each result.
+        report: called at the beginning and after each result.
 
     Attributes:
         num_answers: answers of this run.
@@ -117,6 +117,7 @@ class BatchRun:
             InvalidInputError: the server accepts no request with this key, or the output cannot be written.
         """
         self._begun = time.monotonic()
+        self._report(self)
         pending = (request for request in requests if request.custom_id not in self._output.answered)
         workers = [asyncio.create_task(self._work(pending)) for _ in range(self._concurrency)]
         try:
