@@ -26,7 +26,7 @@ _ID = "batch_req_"
 _BEGINNING = f'{{"id":"{_ID}'.encode()
 
 
-class FileRequest(NamedTuple):
+class RequestLine(NamedTuple):
     """A line of the input: its number, and what is sent."""
 
     number: int
@@ -73,7 +73,7 @@ class BatchInput:
         if not number:
             yield InvalidInputError("IN", str(self.path), "holds no request", "a line of JSON is a request")
 
-    def requests(self) -> Iterator[FileRequest]:
+    def requests(self) -> Iterator[RequestLine]:
         """Yield the requests in the order of the file."""
         for number, line in self._lines():
             yield self._request(number, line)
@@ -98,7 +98,7 @@ class BatchInput:
         except OSError as error:
             raise InvalidInputError("IN", str(self.path), f"cannot be read ({error.strerror})") from error
 
-    def _request(self, number: int, line: bytes) -> FileRequest:
+    def _request(self, number: int, line: bytes) -> RequestLine:
         try:
             value = from_json(line, allow_inf_nan=False)
         except ValueError as error:
@@ -116,7 +116,7 @@ class BatchInput:
             raise self.error(number, "body", body, "must be a JSON object", f"it is what {url} receives")
         if body.get("stream") not in (None, False):
             raise self.error(number, "body.stream", body["stream"], "answers come whole", "leave it out")
-        return FileRequest(number, custom_id, url, body)
+        return RequestLine(number, custom_id, url, body)
 
 
 class BatchOutput:

@@ -13,7 +13,7 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from langchain_card.errors import InvalidInputError
-from langchain_card.serve.batch_file import PASSING, REFUSED_KEY, BatchOutput, FileRequest, is_final
+from langchain_card.serve.batch_file import PASSING, REFUSED_KEY, BatchOutput, RequestLine, is_final
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -85,7 +85,7 @@ class BatchRun:
         client: sends the requests.
         output: receives the results.
         concurrency: requests at a time.
-        report: called after each result.
+        report: called at the beginning and after each result.
 
     Attributes:
         num_answers: answers of this run.
@@ -110,13 +110,14 @@ class BatchRun:
         """Tokens of answers per second, since the run began."""
         return self.num_tokens / max(time.monotonic() - self._begun, 1e-6)
 
-    async def run(self, requests: Iterator[FileRequest]) -> None:
+    async def run(self, requests: Iterator[RequestLine]) -> None:
         """Send the requests that have no answer yet.
 
         Raises:
             InvalidInputError: the server accepts no request with this key, or the output cannot be written.
         """
         self._begun = time.monotonic()
+        self._report(self)
         pending = (request for request in requests if request.custom_id not in self._output.answered)
         workers = [asyncio.create_task(self._work(pending)) for _ in range(self._concurrency)]
         try:
@@ -126,14 +127,14 @@ class BatchRun:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(self, pending: Iterator[FileRequest]) -> None:
+    async def _work(self, pending: Iterator[RequestLine]) -> None:
         for request in pending:
             await self._answer(request)
             self._report(self)
             if self.stopped:
                 return
 
-    async def _answer(self, request: FileRequest) -> None:
+    async def _answer(self, request: RequestLine) -> None:
         pauses, until = iter(PAUSES), time.monotonic() + PATIENCE
         while (failure := await self._send(request)) is not None:
             if not failure.again:
@@ -153,7 +154,7 @@ class BatchRun:
         self.last_failure = failure.message
         self._output.add_failure(request.custom_id, failure.code, failure.message)
 
-    async def _send(self, request: FileRequest) -> _Failure | None:
+    async def _send(self, request: RequestLine) -> _Failure | None:
         """Send a request once, and write its answer, if there is one."""
         headers = {"content-type": "application/json"}
         try:

@@ -25,6 +25,8 @@ from tests.support.served import CHAT, CLI, NAME, TEXT, served
 
 Reply = tuple[int, Any, dict[str, str]]
 """Status, body and headers of an answer."""
+LOADED = 600.0
+"""Seconds that a process may take to load a pair and answer, where others run."""
 
 
 def write(path: Path, bodies: dict[str, dict[str, Any]]) -> Path:
@@ -143,7 +145,7 @@ def test_a_model_here_and_a_server_write_the_same(toy: dict[str, Any], tmp_path:
     assert main(["batch", str(requests), str(here), *arguments(toy, "--no-isolate")]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"5 of 5 answers are in {here} (5 new at ") and "1 refused: see response.body.error)" in out
-    assert "answers: 1 of 5, " in err and "Traceback" not in err
+    assert "answers: 0 of 5, 0.0 tokens/s" in err and "Traceback" not in err
     refused = read(here)["bad"]
     assert refused["response"]["status_code"] == 400 and refused["error"] is None
     assert refused["response"]["body"]["error"]["message"].startswith("n = 2: must be 1.")
@@ -279,7 +281,7 @@ def num_lines(path: Path) -> int:
 def kill_at(count: int, out: Path, *args: str) -> None:
     """Run a batch and kill it once OUT has so many lines."""
     with running(*args) as process:
-        wait_until(lambda: num_lines(out) >= count, 120)
+        wait_until(lambda: num_lines(out) >= count or process.poll() is not None, LOADED)
         process.send_signal(signal.SIGKILL)
         process.wait(20)
 
@@ -329,7 +331,7 @@ def test_ctrl_c_leaves_a_file_that_goes_on(scripted: Scripted, tmp_path: Path) -
     assert len(texts(out)) == 8 and main(["batch", *command]) == 0 and len(texts(out)) == 10
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.slow
 def test_killed_twice_a_model_here_writes_what_one_run_writes(tmp_path: Path) -> None:
     """Costs a minute or more: four processes load a pair and write 200 answers, greedy and drawn."""
@@ -345,12 +347,13 @@ def test_killed_twice_a_model_here_writes_what_one_run_writes(tmp_path: Path) ->
     assert 100 <= num_lines(out) < 200
     for path in (out, whole):
         with running(str(requests), str(path), *options) as process:
-            said_out, said_err = process.communicate(timeout=600)
+            said_out, said_err = process.communicate(timeout=LOADED)
             assert process.returncode == 0, said_err
     assert "were there" not in said_out and len(texts(whole)) == 200
     assert texts(out) == texts(whole)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_ctrl_c_ends_answers_of_a_model_here(tmp_path: Path) -> None:
     """Costs 15 s: a process loads a pair."""
@@ -358,8 +361,8 @@ def test_ctrl_c_ends_answers_of_a_model_here(tmp_path: Path) -> None:
     bodies = questions(12) | {name: body | long for name, body in [*questions(12).items()][4:]}
     requests, out = write(tmp_path / "in", bodies), tmp_path / "out"
     with running(str(requests), str(out), *arguments(pair)) as process:
-        wait_until(lambda: num_lines(out) == 4, 120)
+        wait_until(lambda: num_lines(out) == 4 or process.poll() is not None, LOADED)
         process.send_signal(signal.SIGINT)
-        _, said_err = process.communicate(timeout=30)
+        _, said_err = process.communicate(timeout=120)
     assert process.returncode == 130 and "4 of 12 answers" in said_err and "Traceback" not in said_err
     assert len(texts(out)) == 4
