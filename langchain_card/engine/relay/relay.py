@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from langchain_card.core.messages import Emit, Reading
@@ -186,7 +187,7 @@ class Relay:
                 entry.begin()
             case Reading():
                 if not entry.output_ids:  # else a text that was read before
-                    entry.consumer.read(reply)
+                    entry.consumer.read(replace(reply, request_id=request_id))
             case m.Committed():
                 self._push(entry, reply)
             case m.Ended(_, reason, stats):

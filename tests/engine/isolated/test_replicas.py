@@ -95,6 +95,7 @@ def test_answers_go_on_in_the_other_process(engine: Engine, wanted: list[tuple[i
 @pytest.mark.slow
 @pytest.mark.skipif(num_cores() < 2, reason="two replicas need a core each")
 def test_processes_share_out_the_cores(engine: Engine) -> None:
+    wait_until(lambda: all(process.is_up for process in pool_of(engine).processes), 120)
     cores = [os.sched_getaffinity(process_of(engine, number).pid) for number in range(2)]
     assert not cores[0] & cores[1] and len(cores[0]) == len(cores[1])
     assert engine.backend.num_seats == 8
