@@ -128,7 +128,7 @@ async def test_tokens_come_early_whatever_the_way(model: CARDChatModel, way: Way
         assert len([piece for piece in pieces if piece]) > 0.8 * answer.usage_metadata["output_tokens"]  # type: ignore[index]
         first = next(at for at, piece in zip(times, pieces, strict=True) if piece)
         firsts.append((first - started) / (times[-1] - started))
-    assert statistics.median(firsts) < 0.3
+    assert statistics.median(firsts) < 0.5  # 1 for an answer that comes at once, at its end
 
 
 # Chunks, for both forms of content.
