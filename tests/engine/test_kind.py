@@ -212,7 +212,7 @@ def test_nothing_remains_of_the_probe_while_all_places_are_taken(
 def test_its_time_is_not_that_of_a_pass(tiny_pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy learns how long it takes from one pass to the next; the pass after the probe says nothing of that.
 
-    The probe is wanted while a pass runs: what has arrived is handled before that pass ends, and the probe after it.
+    It is wanted while a pass runs: what has arrived is handled before that pass ends, and the probe runs after it.
     """
     gaps, passes, askers = list[float | None](), itertools.count(), list[threading.Thread]()
 
