@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from langchain_card.config import EngineConfig
-from langchain_card.engine import engine
+from langchain_card.engine import backends
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import DeviceError
 from langchain_card.models import loader
@@ -26,7 +26,7 @@ def make_pair(folder: Path) -> EngineConfig:
 
 def test_an_engine_loads_what_was_begun_while_it_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[str]()
-    monkeypatch.setattr(engine, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec))[1])
+    monkeypatch.setattr(backends, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec))[1])
     config = make_pair(tmp_path)
     packed, pack = list[str](), loader._pack
     monkeypatch.setattr(loader, "_pack", lambda spec, **rest: (packed.append(spec.name), pack(spec, **rest))[1])
@@ -37,7 +37,7 @@ def test_an_engine_loads_what_was_begun_while_it_was_checked(tmp_path: Path, mon
 @pytest.mark.slow
 def test_what_other_processes_load_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[str]()
-    monkeypatch.setattr(engine, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec))[1])
+    monkeypatch.setattr(backends, "begin_loading", lambda spec: (begun.append(spec.name), begin_loading(spec))[1])
     config = make_pair(tmp_path)
     with Engine(replace(config, isolate=True)):
         assert not begun
@@ -50,15 +50,15 @@ def test_nothing_is_left_of_an_engine_that_could_not_open(tmp_path: Path, monkey
         assert len(loader._packings) == 2
         raise DeviceError("device", "cpu", "is too small")
 
-    monkeypatch.setattr(engine, "check_budget", fail)
+    monkeypatch.setattr(backends, "check_budget", fail)
     with pytest.raises(DeviceError, match="too small"):
         Engine(make_pair(tmp_path))
     assert not loader._packings
 
 
 def test_little_memory_is_not_taken_before_it_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "free_bytes", lambda device: 1000)
-    monkeypatch.setattr(engine, "begin_loading", lambda spec: pytest.fail("it was begun"))
+    monkeypatch.setattr(backends, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(backends, "begin_loading", lambda spec: pytest.fail("it was begun"))
     with pytest.raises(DeviceError, match="use a smaller model"):
         Engine(make_pair(tmp_path))
 
