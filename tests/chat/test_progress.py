@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 from langchain_card import CARDChatModel
 from langchain_card.chat import progress
 from langchain_card.chat.progress import ConsoleProgress, tokens
-from langchain_card.engine import build, engine
+from langchain_card.engine import backends, build, engine
 from langchain_card.runtime.cpu import compilations
 from tests.support import ROOT
 
@@ -113,7 +113,7 @@ def test_kernels_that_no_cache_holds_are_announced_as_they_begin(
         announced.append(capsys.readouterr().err)
         return build.start_driver(*args)
 
-    monkeypatch.setattr(engine, "start_driver", start_driver)
+    monkeypatch.setattr(backends, "start_driver", start_driver)
     monkeypatch.setattr(compilations, "_begun", 0)
     monkeypatch.setattr(engine, "_compilations", 0)
     with CARDChatModel(**toy).load() as model:
