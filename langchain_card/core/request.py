@@ -141,7 +141,7 @@ class Request:
 TIMES = ("submitted", "started", "first_token", "ended")
 """Fields of `RequestStats` that hold times."""
 
-TABLES = ("verified_by_source", "accepted_by_source", "passes_by_accepted")
+TABLES = ("verified_by_source", "accepted_by_source", "passes_by_accepted", "resumed")
 """Fields of `RequestStats` that hold counts by name or number."""
 
 
@@ -171,6 +171,7 @@ class RequestStats:
         waited: seconds that rounds waited for their draft.
         submitted, started, first_token, ended: times; `ended` is 0 until the end.
         label_logprobs: log-probability of each of the request's labels as the whole answer.
+        resumed: how often another engine went on with the answer, by reason (`engine.relay.open_requests`).
     """
 
     schedule: str = "plain"
@@ -198,6 +199,7 @@ class RequestStats:
     first_token: float = 0.0
     ended: float = 0.0
     label_logprobs: tuple[float, ...] = ()
+    resumed: dict[str, int] = field(default_factory=dict)
 
     def add_round(
         self, verdict: Verdict, tokens: int, verified: Sequence[str], accepted: Sequence[str], hit: bool, now: float
@@ -223,6 +225,10 @@ class RequestStats:
         self.draft_steps += 1
         self.draft_nodes += nodes
         self.draft_busy += elapsed
+
+    def add_resumption(self, reasons: Sequence[str]) -> None:
+        """Count that another engine goes on with the answer."""
+        self.resumed = _added(self.resumed, dict.fromkeys(reasons, 1))
 
     def after(self, earlier: RequestStats) -> RequestStats:
         """Return the sum with the counts of another engine, which began this answer."""

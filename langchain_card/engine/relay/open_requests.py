@@ -12,6 +12,10 @@ from langchain_card.errors import EngineError
 from langchain_card.ports import Clock, Consumer
 from langchain_card.runtime.kind import Kind
 
+DIED, LEFT, OTHER_MACHINE = "died", "left", "other machine"
+"""Reasons in `RequestStats.resumed`: the engine died or was lost while it worked on the answer; it left on purpose, or
+the reader paused; the engine that goes on rounds as another machine than the one that began the answer does."""
+
 
 @dataclass(slots=True)
 class OpenRequest:
@@ -30,6 +34,7 @@ class OpenRequest:
         num_tokens: number of tokens that count, where a stop string ended the answer.
         kind: of the engine that wrote the first token.
         deaths: consecutive engines that died while they worked on the request, without a token of it.
+        parting: why the last engine that worked on it does so no longer, until another one goes on; "" if none has.
     """
 
     consumer: Consumer
@@ -45,6 +50,7 @@ class OpenRequest:
     num_tokens: int | None = None
     kind: Kind | None = None
     deaths: int = 0
+    parting: str = ""
 
     def __post_init__(self) -> None:
         self.stats.submitted = self.clock()
@@ -76,10 +82,21 @@ class OpenRequest:
         return EngineError("request", self.consumer.request.request_id, f"its text could not be made ({error})")
 
     def begin(self) -> None:
-        """Note that an engine works on it."""
+        """Note that an engine works on it; count that if an earlier one did."""
         self.begun = True
+        if self.earlier is not None and self.parting:
+            reasons = [self.parting, OTHER_MACHINE] if self._is_elsewhere else [self.parting]
+            for stats in (self.earlier, self.stats):
+                stats.add_resumption(reasons)
+            self.parting = ""
         self.stats.started = self.stats.started or self.clock()
         self.consumer.watch(self.stats)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the present engine is known to round otherwise than the one that wrote the first token."""
+        kind = None if self.attempt is None else self.attempt.kind
+        return kind is not None and self.kind is not None and kind.machine != self.kind.machine
 
     def update_stats(self, stats: RequestStats) -> None:
         """Add the present engine's statistics to those of the engines before it.
@@ -112,6 +129,8 @@ class OpenRequest:
     def left(self, *, died: bool = False) -> None:
         """Note that the present engine works on it no longer; the next one goes on from here."""
         self.deaths += died and self.begun
+        if self.begun:
+            self.parting = DIED if died else LEFT
         self.attempt, self.begun = None, False
         self.number += 1
         self.earlier = replace(self.stats)
