@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
@@ -14,16 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from typing_extensions import Self
 
-from langchain_card.config import EngineConfig, check_adapter_name, lossy_note
-from langchain_card.constraints.compiler import Grammars
+from langchain_card.config import EngineConfig, check_adapter_name
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.engine.build import start_driver
-from langchain_card.engine.draft_placement import place_draft
-from langchain_card.engine.drafter_hosts import SCRATCH
-from langchain_card.engine.driver import Driver
+from langchain_card.engine.backends import open_backend
 from langchain_card.engine.garbage import rare_collections
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.labels import check_labels
@@ -34,21 +28,16 @@ from langchain_card.errors import (
     EngineError,
     InvalidInputError,
 )
-from langchain_card.models.budget import check_budget, free_bytes, weight_bytes
 from langchain_card.models.files import Progress, Silent
-from langchain_card.models.loader import ModelSpec, Pair, begin_loading, drop_loading, resolve
+from langchain_card.models.loader import Pair
 from langchain_card.models.registry import Registry
 from langchain_card.ports import Backend, Health, Observer
 from langchain_card.runtime.cpu import compilations
 from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from langchain_card.engine.relay.relay import Relay
     from langchain_card.runtime.kind import Kind
 
-log = logging.getLogger(__name__)
-
-_CPU = torch.device("cpu")
 _DRAIN_POLL_SECONDS = 0.02
 
 
@@ -59,13 +48,14 @@ class Engine:
         config: models, devices and limits; the built-in pair by default.
         progress: receives the progress of downloads, of conversions and of a draft process that starts.
         pair: models already resolved, in place of those that `config` names.
-        observe: called with every event and its effects; not possible with `isolate`.
+        observe: called with every event and its effects; not possible in other processes.
 
     Attributes:
         config: the configuration with all open values filled in.
         tokenizer: the target's.
         grammars: compiled grammars of the requests; `grammars.check` compiles one before it is submitted.
-        backend: decodes the requests, in this process or in another.
+        request_ids: ids for new requests.
+        backend: decodes the requests, in this process or in others.
     """
 
     def __init__(
@@ -77,81 +67,20 @@ class Engine:
         observe: Observer | None = None,
     ) -> None:
         _check_process()
-        self.config, self._observe = config or EngineConfig(), observe
+        self.config = config or EngineConfig()
         if observe is not None and self.config.in_processes:
             limit = "cannot be watched: the engine works in a process of its own"
             raise InvalidInputError("observe", "given", limit, "leave isolate and replicas out")
-        self._begun, self._free = list[ModelSpec](), 0
-        try:
-            with rare_collections, _shown_compilations(progress or Silent()):
-                begin = None if self.config.in_processes else self._begin
-                self._open(pair or resolve(self.config, progress, begin), progress)
-        finally:
-            for spec in self._begun:
-                drop_loading(spec)
-
-    def _begin(self, spec: ModelSpec) -> None:
-        """Begin to load a model whose checks still run, if there is far more memory than that takes."""
-        if not self._begun:
-            self._free = free_bytes(_CPU)
-        needed = sum(map(weight_bytes, [*self._begun, spec])) if spec.form != "float" else 0
-        if 0 < 2 * needed < self._free and begin_loading(spec):
-            self._begun.append(spec)
-
-    def _open(self, pair: Pair, progress: Progress | None) -> None:
-        self._pair = pair
-        self.tokenizer = self._pair.tokenizer
-        self.grammars = Grammars(self.tokenizer, self._pair.vocab_size, self._pair.eos_ids, self.config.limits)
-        self._ids = itertools.count()
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = self._draining = False
         self._closing_thread, self._close_done = 0, threading.Event()
-        with contextlib.ExitStack() as resources:  # all freed if anything fails
-            make = self._isolate if self.config.in_processes else self._drive
-            self.backend: Backend = make(resources, progress or Silent())
-            self._resources = resources.pop_all()
+        with rare_collections, _shown_compilations(progress or Silent()), contextlib.ExitStack() as resources:
+            opened = open_backend(self.config, resources, progress or Silent(), pair, observe)
+            self.config, self._pair, self.grammars = opened.config, opened.pair, opened.grammars
+            self.tokenizer, self.request_ids = self._pair.tokenizer, itertools.count()
+            self.backend = opened.backend
+            self._resources = resources.pop_all()  # else all are freed
         _open_engines.add(self)
-
-    def _isolate(self, resources: contextlib.ExitStack, progress: Progress) -> Relay:
-        """Load everything in other processes."""
-        from langchain_card.engine.isolated.process_pool import ProcessPool  # imports msgspec
-        from langchain_card.engine.relay.relay import Relay
-
-        progress.update(f"load {self.config.model} in a process of its own", 0, 0)
-        if self.config.replicas > 1 and self._pair.target.device.type == "cpu":  # each would count on all free memory
-            self.config = self._with_seats(lambda device: free_bytes(device) // self.config.replicas)
-        pool = ProcessPool(self.config, progress=progress)
-        relay = Relay(pool, self.config.limits)
-        resources.callback(relay.close)
-        relay.start()
-        before, loaded = self.config, pool.wait_ready()
-        self.config = replace(before, limits=loaded.limits, draft_device=loaded.draft_device)
-        if self.config.draft_device != before.draft_device:
-            self._pair = resolve(self.config)
-        return relay
-
-    def _drive(self, resources: contextlib.ExitStack, progress: Progress) -> Driver:
-        """Load the models in this process, and start all workers."""
-        names = " and ".join(filter(None, [self.config.model, self.config.draft_model if self._pair.draft else None]))
-        progress.update(f"load {names}", 0, 0)
-        if self.config.lossy:
-            log.warning("%s", lossy_note(self.config.acceptance))
-        self.config = self._with_seats(
-            (lambda device: self._free if device == _CPU else free_bytes(device)) if self._begun else free_bytes
-        )
-        self.config, self._pair = place_draft(self.config, self._pair, resources, progress)
-        return start_driver(self.config, self._pair, self.grammars.start, resources, progress, self._observe)
-
-    def _with_seats(self, free: Callable[[torch.device], int]) -> EngineConfig:
-        """Return the configuration with the number of sequences that fit into the free memory of the devices.
-
-        Raises:
-            DeviceError: not even the limits' number of sequences fits.
-        """
-        limits = self.config.limits
-        wanted = 1 if limits.max_num_seqs is None and self.config.exact == "strict" else limits.max_num_seqs
-        fitting = check_budget(self._pair, wanted, limits.max_window, SCRATCH, free)
-        return replace(self.config, limits=replace(limits, max_num_seqs=min(fitting, limits.max_step_rows)))
 
     @property
     def devices(self) -> dict[str, str]:
@@ -236,7 +165,7 @@ class Engine:
         if labels:
             check_labels(labels, self.config, self._pair.vocab_size)
             params = replace(params, schedule="plain", stop=(), grammar="")
-        request = Request(next(self._ids), tuple(prompt_ids), params, self._pair.eos_ids, (*map(tuple, labels),))
+        request = Request(next(self.request_ids), tuple(prompt_ids), params, self._pair.eos_ids, (*map(tuple, labels),))
         generation = Generation(
             request,
             Detokenizer(self.tokenizer, params.stop),

@@ -325,7 +325,7 @@ def test_an_empty_set_of_prompts_and_a_pair_that_does_not_fit(
     (tmp_path / "empty.jsonl").write_text("\n")
     assert main(["bench", "--prompts", str(tmp_path / "empty.jsonl")]) == 2
     assert "holds no prompt" in capsys.readouterr().err
-    monkeypatch.setattr("langchain_card.engine.engine.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("langchain_card.engine.backends.free_bytes", lambda device: 1 << 20)
     own = ["--model", pair.model, "--draft-model", str(pair.draft_model), "--dtype", "float64"]
     assert main(["bench", *own, "--methods", "plain"]) == 2
     assert "GiB are free" in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_another_vocabulary_is_told(pair: list[str], tmp_path: Path, capsys: pyt
 def test_what_does_not_fit_is_said_after_what_was_found(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("langchain_card.engine.engine.free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("langchain_card.engine.backends.free_bytes", lambda device: 1 << 20)
     assert main(["doctor", *pair]) == 2
     said = capsys.readouterr()
     assert "Memory" in said.out and "GiB are free" in said.err
