@@ -38,9 +38,9 @@ CARD_WORDS: Mapping[str, str] = {
     "adapter": "Name of the target's adapter; only if the call chose one.",
     "lossy": "Whether the rule in force may put tokens into this answer that the target did not choose.",
     "rescued": "Accepted candidates that the target did not choose; only if `lossy` is true.",
-    "resumed": "How often another engine went on with the answer, by reason: the one before `died`, or `left` (also where "
-    "the reader had paused); `other machine` as well if its arithmetic is another one than that of the engine that began. "
-    "Only if there is any.",
+    "resumed": "How often another engine went on with the answer, by reason: the one before `died` or `left` (also "
+    "where the reader had paused); `other machine` as well if it rounds otherwise than the engine that began the "
+    "answer does. Only if that happened.",
     "waited": "Share of the time after the first token in which rounds waited for their draft.",
     "verified_by_source": "Candidates that the target checked, by drafter; one of several counts for the first.",
     "accepted_by_source": "Candidates that became tokens of the answer, by drafter.",

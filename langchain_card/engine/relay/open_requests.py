@@ -33,7 +33,9 @@ class OpenRequest:
         aborted: whether the consumer gave up.
         num_tokens: number of tokens that count, where a stop string ended the answer.
         kind: of the engine that wrote the first token.
-        deaths: consecutive engines that died while they worked on the request, without a token of it.
+        deaths: consecutive engines that died while they worked on the request, before they wrote a token of it.
+        all_deaths: all engines that died while they worked on it.
+        has_written: whether the present engine has written a token of it.
         parting: why the last engine that worked on it does so no longer, until another one goes on; "" if none has.
     """
 
@@ -50,6 +52,8 @@ class OpenRequest:
     num_tokens: int | None = None
     kind: Kind | None = None
     deaths: int = 0
+    all_deaths: int = 0
+    has_written: bool = False
     parting: str = ""
 
     def __post_init__(self) -> None:
@@ -63,7 +67,7 @@ class OpenRequest:
     def push(self, emit: Emit, stats: RequestStats) -> None:
         """Append tokens to the answer and hand them to the consumer; raises what the consumer raises."""
         self.output_ids += emit.token_ids
-        self.deaths = 0
+        self.deaths, self.has_written = 0, True
         if self.kind is None and self.attempt is not None:
             self.kind = self.attempt.kind
         self.update_stats(stats)
@@ -128,9 +132,10 @@ class OpenRequest:
 
     def left(self, *, died: bool = False) -> None:
         """Note that the present engine works on it no longer; the next one goes on from here."""
-        self.deaths += died and self.begun
+        self.all_deaths += died and self.begun
+        self.deaths += died and self.begun and not self.has_written
         if self.begun:
             self.parting = DIED if died else LEFT
-        self.attempt, self.begun = None, False
+        self.attempt, self.begun, self.has_written = None, False, False
         self.number += 1
         self.earlier = replace(self.stats)
