@@ -232,8 +232,7 @@ class RequestStats:
 
     def after(self, earlier: RequestStats) -> RequestStats:
         """Return the sum with the counts of another engine, which began this answer."""
-        counts = [field.name for field in fields(self) if field.type in ("int", "float") and field.name not in TIMES]
-        sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
+        sums = {name: getattr(earlier, name) + getattr(self, name) for name in _COUNTS}
         first = earlier if earlier.rounds else self  # later engines read prompt and answer
         began = {name: getattr(first, name) for name in ("started", "first_token", "cached_tokens")}
         either = {name: getattr(earlier, name) or getattr(self, name) for name in ("closed", "lossy")}
@@ -306,6 +305,9 @@ class RequestStats:
 def _count(counts: dict[K, int], names: Sequence[K]) -> None:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
+
+
+_COUNTS = tuple(item.name for item in fields(RequestStats) if item.type in ("int", "float") and item.name not in TIMES)
 
 
 def _added(a: Mapping[K, int], b: Mapping[K, int]) -> dict[K, int]:

@@ -16,6 +16,8 @@ DIED, LEFT, OTHER_MACHINE = "died", "left", "other machine"
 """Reasons in `RequestStats.resumed`: the engine died or was lost while it worked on the answer; it left on purpose, or
 the reader paused; the engine that goes on rounds as another machine than the one that began the answer does."""
 
+_SHARED = tuple(item.name for item in fields(RequestStats) if item.name not in TIMES)
+
 
 @dataclass(slots=True)
 class OpenRequest:
@@ -108,9 +110,8 @@ class OpenRequest:
         Times are those of this record's clock: engines may be on other machines, whose clocks count from elsewhere.
         """
         total = stats if self.earlier is None else stats.after(self.earlier)
-        for item in fields(total):
-            if item.name not in TIMES:
-                setattr(self.stats, item.name, getattr(total, item.name))
+        for name in _SHARED:
+            setattr(self.stats, name, getattr(total, name))
         if self.stats.rounds:
             self.stats.first_token = self.stats.first_token or self.clock()
 

@@ -71,7 +71,7 @@ def test_the_metric() -> None:
     metrics = Metrics()
     for _ in range(2):
         stats = RequestStats(rounds=1, resumed={"died": 2, "other machine": 1})
-        metrics.count_answer(SimpleNamespace(stats=stats))  # type: ignore[arg-type]
+        metrics.count_answer(SimpleNamespace(stats=stats, request=Reader.request, finished=False))  # type: ignore[arg-type]
     text = metrics.text(EngineState(0, 0, {})).decode()
     found = {
         sample.labels["reason"]: sample.value
