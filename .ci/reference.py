@@ -38,6 +38,9 @@ CARD_WORDS: Mapping[str, str] = {
     "adapter": "Name of the target's adapter; only if the call chose one.",
     "lossy": "Whether the rule in force may put tokens into this answer that the target did not choose.",
     "rescued": "Accepted candidates that the target did not choose; only if `lossy` is true.",
+    "resumed": "How often another engine went on with the answer, by reason: the one before `died` or `left` (also "
+    "where the reader had paused); `other machine` as well if it rounds otherwise than the engine that began the "
+    "answer does. Only if that happened.",
     "waited": "Share of the time after the first token in which rounds waited for their draft.",
     "verified_by_source": "Candidates that the target checked, by drafter; one of several counts for the first.",
     "accepted_by_source": "Candidates that became tokens of the answer, by drafter.",
@@ -105,7 +108,7 @@ def card() -> str:
     """Return the keys of `response_metadata["card"]`, described as in `RequestStats` where they are the same."""
     words = field_docs.attribute_docs(RequestStats)
     words |= {name: each.__doc__ for name, each in vars(RequestStats).items() if isinstance(each, property)}
-    keys = answer.statistics(RequestStats(lossy=True), SamplingParams(adapter="tuned"), called=0.0)
+    keys = answer.statistics(RequestStats(lossy=True, resumed={"died": 1}), SamplingParams(adapter="tuned"), called=0.0)
     return table("key | meaning", ((code(key), CARD_WORDS.get(key) or words.get(key, "")) for key in keys))
 
 

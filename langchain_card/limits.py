@@ -40,7 +40,8 @@ class Limits:
         max_unread: tokens that may wait for a slow consumer before its request is paused.
         max_failures: target steps in a row that may fail with one request before that request fails. It fails alone if
             `max_deaths` is not smaller.
-        max_deaths: deaths of one worker within `deaths_seconds` after which it is not restarted.
+        max_deaths: deaths of one worker within `deaths_seconds` after which it is not restarted. A request may outlive
+            as many engines in processes of their own.
         deaths_seconds: period in which `max_deaths` counts.
         silence_seconds: time after which an isolated engine that reports nothing is killed and restarted.
         restart_seconds: pause before a dead worker is restarted; it doubles with every further death.

@@ -303,6 +303,7 @@ def statistics(stats: RequestStats, params: SamplingParams, called: float, load_
         "closed": stats.closed,
         "lossy": stats.lossy,
         **({"rescued": stats.rescued} if stats.lossy else {}),
+        **({"resumed": dict(stats.resumed)} if stats.resumed else {}),
         "mean_batch_size": round(stats.mean_batch_size, 4),
         "waited": round(stats.waited / seconds, 4) if seconds else 0.0,
         "verified_by_source": dict(stats.verified_by_source),

@@ -141,7 +141,7 @@ class Request:
 TIMES = ("submitted", "started", "first_token", "ended")
 """Fields of `RequestStats` that hold times."""
 
-TABLES = ("verified_by_source", "accepted_by_source", "passes_by_accepted")
+TABLES = ("verified_by_source", "accepted_by_source", "passes_by_accepted", "resumed")
 """Fields of `RequestStats` that hold counts by name or number."""
 
 
@@ -171,6 +171,7 @@ class RequestStats:
         waited: seconds that rounds waited for their draft.
         submitted, started, first_token, ended: times; `ended` is 0 until the end.
         label_logprobs: log-probability of each of the request's labels as the whole answer.
+        resumed: how often another engine went on with the answer, by reason (`engine.relay.open_requests`).
     """
 
     schedule: str = "plain"
@@ -198,6 +199,7 @@ class RequestStats:
     first_token: float = 0.0
     ended: float = 0.0
     label_logprobs: tuple[float, ...] = ()
+    resumed: dict[str, int] = field(default_factory=dict)
 
     def add_round(
         self, verdict: Verdict, tokens: int, verified: Sequence[str], accepted: Sequence[str], hit: bool, now: float
@@ -224,10 +226,13 @@ class RequestStats:
         self.draft_nodes += nodes
         self.draft_busy += elapsed
 
+    def add_resumption(self, reasons: Sequence[str]) -> None:
+        """Count that another engine goes on with the answer."""
+        self.resumed = _added(self.resumed, dict.fromkeys(reasons, 1))
+
     def after(self, earlier: RequestStats) -> RequestStats:
         """Return the sum with the counts of another engine, which began this answer."""
-        counts = [field.name for field in fields(self) if field.type in ("int", "float") and field.name not in TIMES]
-        sums = {name: getattr(earlier, name) + getattr(self, name) for name in counts}
+        sums = {name: getattr(earlier, name) + getattr(self, name) for name in _COUNTS}
         first = earlier if earlier.rounds else self  # later engines read prompt and answer
         began = {name: getattr(first, name) for name in ("started", "first_token", "cached_tokens")}
         either = {name: getattr(earlier, name) or getattr(self, name) for name in ("closed", "lossy")}
@@ -300,6 +305,9 @@ class RequestStats:
 def _count(counts: dict[K, int], names: Sequence[K]) -> None:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
+
+
+_COUNTS = tuple(item.name for item in fields(RequestStats) if item.type in ("int", "float") and item.name not in TIMES)
 
 
 def _added(a: Mapping[K, int], b: Mapping[K, int]) -> dict[K, int]:

@@ -57,6 +57,8 @@ class Metrics:
         )
         rescued = "Tokens of answers that a lossy rule kept in the place of the target's own."
         self._rescued = Counter("langchain_card_rescued_tokens", rescued, registry=registry)
+        resumed = "Times that another engine went on with an answer."
+        self._resumed = Counter("langchain_card_resumed", resumed, ["reason"], registry=registry)
         first = "Seconds until the first token of an answer, queueing included."
         self._first = Histogram(
             "langchain_card_time_to_first_token_seconds", first, buckets=_SECONDS, registry=registry
@@ -108,6 +110,8 @@ class Metrics:
             for position in range(accepted):
                 self._by_position.labels(str(position)).inc(passes)
         self._rescued.inc(stats.rescued)
+        for reason, count in [*stats.resumed.items()]:
+            self._resumed.labels(reason).inc(count)
         if stats.rounds:
             self._first.observe(stats.first_token - stats.submitted)
             self._hits.observe(stats.hit_rate)

@@ -64,6 +64,7 @@ class PlacedAttempt:
     member: Member | None = None
     placed_at: float = 0.0
     has_begun: bool = False
+    has_written: bool = False
     is_over: bool = False
 
     @property
@@ -97,7 +98,7 @@ class Cluster:
         poisons: ids of requests that kill their replica; killed: how many each has killed.
         resumes: attempts after the first one of a request, by what had ended the one before.
         gaps: seconds from a death, a hang or the end of a drain to the request's next token, by what happened.
-        deaths: replicas in a row that died with a request, without a token of it between.
+        deaths: replicas in a row that died with a request, before they wrote a token of it.
         problems: what a pool may expect of a relay and did not get.
     """
 
@@ -223,6 +224,8 @@ class Cluster:
     def note_token(self, request_id: int) -> None:
         """Measure how long a reader waited for a token, if its replica was lost."""
         del self.deaths[request_id]
+        if (attempt := self.open.get(request_id)) is not None:
+            attempt.has_written = True
         cause, since = self._since.pop(request_id, ("", 0.0))
         if cause:
             self.gaps[cause].append(self._timeline.now - since)
@@ -260,7 +263,7 @@ class Cluster:
         error = EngineError("replica", member.number, f"lost ({cause})")
         for attempt in [*member.attempts.values()]:
             self._release(attempt, cause)
-            self.deaths[attempt.request_id] += died and attempt.has_begun
+            self.deaths[attempt.request_id] += died and attempt.has_begun and not attempt.has_written
             if attempt.placed_at <= member.failed_at:
                 self._since.setdefault(attempt.request_id, (cause, member.failed_at))
             self._post(functools.partial(attempt.reply, EngineLost(error, died)))

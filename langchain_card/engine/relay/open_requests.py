@@ -12,6 +12,12 @@ from langchain_card.errors import EngineError
 from langchain_card.ports import Clock, Consumer
 from langchain_card.runtime.kind import Kind
 
+DIED, LEFT, OTHER_MACHINE = "died", "left", "other machine"
+"""Reasons in `RequestStats.resumed`: the engine died or was lost while it worked on the answer; it left on purpose, or
+the reader paused; the engine that goes on rounds as another machine than the one that began the answer does."""
+
+_SHARED = tuple(item.name for item in fields(RequestStats) if item.name not in TIMES)
+
 
 @dataclass(slots=True)
 class OpenRequest:
@@ -29,7 +35,10 @@ class OpenRequest:
         aborted: whether the consumer gave up.
         num_tokens: number of tokens that count, where a stop string ended the answer.
         kind: of the engine that wrote the first token.
-        deaths: consecutive engines that died while they worked on the request, without a token of it.
+        deaths: consecutive engines that died while they worked on the request, before they wrote a token of it.
+        all_deaths: all engines that died while they worked on it.
+        has_written: whether the present engine has written a token of it.
+        parting: why the last engine that worked on it does so no longer, until another one goes on; "" if none has.
     """
 
     consumer: Consumer
@@ -45,6 +54,9 @@ class OpenRequest:
     num_tokens: int | None = None
     kind: Kind | None = None
     deaths: int = 0
+    all_deaths: int = 0
+    has_written: bool = False
+    parting: str = ""
 
     def __post_init__(self) -> None:
         self.stats.submitted = self.clock()
@@ -57,7 +69,7 @@ class OpenRequest:
     def push(self, emit: Emit, stats: RequestStats) -> None:
         """Append tokens to the answer and hand them to the consumer; raises what the consumer raises."""
         self.output_ids += emit.token_ids
-        self.deaths = 0
+        self.deaths, self.has_written = 0, True
         if self.kind is None and self.attempt is not None:
             self.kind = self.attempt.kind
         self.update_stats(stats)
@@ -76,10 +88,21 @@ class OpenRequest:
         return EngineError("request", self.consumer.request.request_id, f"its text could not be made ({error})")
 
     def begin(self) -> None:
-        """Note that an engine works on it."""
+        """Note that an engine works on it; count that if an earlier one did."""
         self.begun = True
+        if self.earlier is not None and self.parting:
+            reasons = [self.parting, OTHER_MACHINE] if self._is_elsewhere else [self.parting]
+            for stats in (self.earlier, self.stats):
+                stats.add_resumption(reasons)
+            self.parting = ""
         self.stats.started = self.stats.started or self.clock()
         self.consumer.watch(self.stats)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the present engine is known to round otherwise than the one that wrote the first token."""
+        kind = None if self.attempt is None else self.attempt.kind
+        return kind is not None and self.kind is not None and kind.machine != self.kind.machine
 
     def update_stats(self, stats: RequestStats) -> None:
         """Add the present engine's statistics to those of the engines before it.
@@ -87,9 +110,8 @@ class OpenRequest:
         Times are those of this record's clock: engines may be on other machines, whose clocks count from elsewhere.
         """
         total = stats if self.earlier is None else stats.after(self.earlier)
-        for item in fields(total):
-            if item.name not in TIMES:
-                setattr(self.stats, item.name, getattr(total, item.name))
+        for name in _SHARED:
+            setattr(self.stats, name, getattr(total, name))
         if self.stats.rounds:
             self.stats.first_token = self.stats.first_token or self.clock()
 
@@ -111,7 +133,10 @@ class OpenRequest:
 
     def left(self, *, died: bool = False) -> None:
         """Note that the present engine works on it no longer; the next one goes on from here."""
-        self.deaths += died and self.begun
-        self.attempt, self.begun = None, False
+        self.all_deaths += died and self.begun
+        self.deaths += died and self.begun and not self.has_written
+        if self.begun:
+            self.parting = DIED if died else LEFT
+        self.attempt, self.begun, self.has_written = None, False, False
         self.number += 1
         self.earlier = replace(self.stats)

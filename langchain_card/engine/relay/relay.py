@@ -37,7 +37,8 @@ class Relay:
 
     Args:
         pool: the engines.
-        limits: bounds; `max_failures` engines in a row may die with a request before it fails.
+        limits: bounds; `max_failures` engines in a row may die with a request before it fails, without a token
+            of it, and `max_deaths` in all.
         clock: source of time.
     """
 
@@ -219,7 +220,7 @@ class Relay:
         request_id = entry.consumer.request.request_id
         if (reason := entry.end) is not None:
             self._finish(request_id, reason)
-        elif entry.deaths >= self._limits.max_failures:
+        elif entry.deaths >= self._limits.max_failures or entry.all_deaths > self._limits.max_deaths:
             self._fail(request_id, EngineError("request", request_id, f"the engine died of it, or with it ({error})"))
         else:
             self._begin(request_id)

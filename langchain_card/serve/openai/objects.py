@@ -160,6 +160,7 @@ def progress(pieces: Sequence[Piece], stats: RequestStats) -> dict[str, Any]:
         "schedule": stats.schedule,
         "lossy": stats.lossy,
         **({"rescued": stats.rescued} if stats.lossy else {}),
+        **({"resumed": dict(stats.resumed)} if stats.resumed else {}),
         "seconds": round(stats.seconds(time.perf_counter()), 4),
         "target_busy_seconds": round(stats.target_busy, 4),
         "draft_busy_seconds": round(stats.draft_busy, 4),

@@ -133,6 +133,7 @@ def test_statistics_are_those_of_all_lives(engine: Engine) -> None:
     stats = generation.result().stats
     assert stats.output_tokens == len(generation.result().token_ids) == len(taken)
     assert stats.rounds > rounds and stats.accepted >= accepted
+    assert stats.resumed == {"died": 1}
     assert stats.ended - stats.first_token > 0.5, "the time until the next life counts"
 
 

@@ -34,7 +34,8 @@ class Engine:
     def __init__(self, submit: Submit, reply: Callable[[Any], None]) -> None:
         self.submit, self._reply = submit, reply
         self.written = len(submit.output_ids)
-        self.has_begun = self.is_over = self.was_left = False
+        self.has_begun = self.has_written = self.is_over = self.was_left = False
+        self.parting = "left"
         self.stopped: list[int | None] = []
 
     def stop(self, num_tokens: int | None = None) -> None:
@@ -51,6 +52,7 @@ class Engine:
         """Write the next tokens of the answer; every engine would write these."""
         tokens = ANSWER[self.written : self.written + count]
         self.written += len(tokens)
+        self.has_written = True
         self._reply(Committed(0, tokens, ("",) * len(tokens), (), RequestStats(rounds=1)))
 
     def end(self) -> None:
@@ -60,6 +62,8 @@ class Engine:
 
     def lose(self, died: bool) -> None:
         self.is_over = True
+        if died and not self.was_left:
+            self.parting = "died"
         self._reply(EngineLost(DEAD, died))
 
     def fail(self) -> None:
@@ -175,7 +179,7 @@ class World:
     def _die(self) -> None:
         engine = self.engine
         assert engine is not None
-        self.deaths += engine.has_begun
+        self.deaths += engine.has_begun and not engine.has_written
         engine.lose(True)
 
     def _fail(self) -> None:
@@ -202,6 +206,9 @@ class World:
         if self.paused and self.engine is not None:
             is_complete = self.engine.stopped or self.engine.written == len(ANSWER)
             assert is_complete or self.reader.ends, "who does not read keeps a seat"
+        if (entry := self.relay._open.get(0)) is not None:
+            begun = [engine for engine in self.pool.engines if engine.has_begun]
+            assert entry.stats.resumed == Counter(engine.parting for engine in begun[:-1]), "resumptions are miscounted"
         assert len(self.reader.ends) <= 1 and self.relay.num_open == 1 - len(self.reader.ends)
         is_poisonous = any("died of it" in str(end) for end in self.reader.ends)
         assert is_poisonous == (self.deaths == 2 and not self.complete and not self.failed), "deaths are miscounted"
@@ -275,10 +282,31 @@ def test_planted_token_that_is_handed_out_before_it_is_kept(monkeypatch: pytest.
 
 
 def test_planted_deaths_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = OpenRequest.left
-    monkeypatch.setattr(OpenRequest, "left", lambda entry, died=False: left(entry, died=False))
+    monkeypatch.setattr(OpenRequest, "deaths", property(lambda entry: 0, lambda entry, count: None))
     with pytest.raises(AssertionError, match="deaths are miscounted"):
         explore(False, 4)
+
+
+def test_planted_resumptions_that_are_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = RequestStats.after
+
+    def doubled(stats: RequestStats, earlier: RequestStats) -> RequestStats:
+        return after(dataclasses.replace(stats, resumed=earlier.resumed), earlier)
+
+    monkeypatch.setattr(RequestStats, "after", doubled)
+    with pytest.raises(AssertionError, match="resumptions are miscounted"):
+        explore(False, 5)
+
+
+def test_a_request_that_kills_its_engines_after_a_token_fails_at_last() -> None:
+    world = World(False)
+    world.relay._limits = Limits(max_deaths=2)
+    for _ in range(3):
+        for act in ("begin", "write", "die"):
+            assert not world.reader.ends
+            world.actions()[act]()
+            world.settle()
+    assert "died of it" in str(world.reader.ends[0])
 
 
 def test_planted_engine_that_is_still_read_after_it_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
