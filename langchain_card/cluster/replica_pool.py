@@ -40,7 +40,7 @@ DEPLOYMENT = "EngineReplica"
 """Name of the deployment of engines in an application."""
 
 SILENCE_SECONDS = 10.0
-"""Time without a sign of life after which an answer goes on elsewhere; Ray notices a hang much later."""
+"""Longest time without a sign of life until an answer goes on elsewhere, unless `limits.silence_seconds` is shorter."""
 
 RETRY_SECONDS = 0.1
 """Pause after a replica that did not accept a request."""
@@ -116,12 +116,17 @@ class ReplicaPool:
         if now >= self._next_check:
             self._next_check = now + 1.0
             for attempt in [*self._attempts]:
-                if now - attempt.seen > SILENCE_SECONDS:
-                    log.error("a replica of %s has sent nothing for %g seconds", self._application, SILENCE_SECONDS)
+                if now - attempt.seen > self._silence:
+                    log.error("a replica of %s has sent nothing for %g seconds", self._application, self._silence)
                     self._move(attempt)
-                    error = EngineError("replica", "silent", f"it has sent nothing for {SILENCE_SECONDS:g} seconds")
+                    error = EngineError("replica", "silent", f"it has sent nothing for {self._silence:g} seconds")
                     attempt.end(EngineLost(error))
         return self._next_check - now
+
+    @property
+    def _silence(self) -> float:
+        limit = SILENCE_SECONDS if self._description is None else self._description.config.limits.silence_seconds
+        return min(limit, SILENCE_SECONDS)
 
     def announce(self, count: int) -> None:
         """Do nothing: requests spread over the replicas."""
