@@ -91,6 +91,9 @@ class EngineConfig:
             every answer continues where it stopped.
         replicas: engines on this machine, each in a process of its own (as with `isolate`), with its own models and its
             own part of the cores, or of the GPUs. If one dies, another one goes on with its answers.
+        cluster: name of an application on Ray whose engines answer, in place of one in this process, which must have
+            joined the cluster (docs/guides/cluster.md). Their configuration holds: of this one only `model`,
+            `acceptance`, `steering`, `adapters` and `exact` are read, and must agree with it.
         drafters: drafters that work beside the draft model, on the same tree: names, perhaps with options, such as
             `"ngram?table=code.ngrams"`; built in or from packages (docs/plugins.md); `()` for none. None for n-grams,
             which then also work below a draft model in this process if `stack` is empty. Without a `draft_model` there
@@ -134,6 +137,7 @@ class EngineConfig:
     execution: str = "auto"
     isolate: bool = False
     replicas: int = 1
+    cluster: str | None = None
     drafters: tuple[str, ...] | None = None
     acceptance: str = "exact"
     steering: str | None = None
@@ -155,6 +159,9 @@ class EngineConfig:
         check_choice("exact", self.exact, EXACTNESS)
         check_choice("execution", self.execution, EXECUTIONS)
         check_range("replicas", self.replicas, 1, MAX_REPLICAS)
+        if self.cluster is not None and self.in_processes:
+            limit = "has engines of its own, beside isolate and replicas"
+            raise InvalidInputError("cluster", self.cluster, limit, "leave these out")
         if self.execution == "compiled" and self.exact == "strict":  # each process chooses its kernels by speed
             raise InvalidInputError("execution", "compiled", 'must be "graphs" or "eager" with exact="strict"')
         if self.quantization is not None:

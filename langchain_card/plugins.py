@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, unquote
 
 from langchain_card.errors import CARDError, InvalidInputError, check_choice, is_out_of_memory
 
-PlugInKind: TypeAlias = Literal["drafters", "acceptance", "steering"]
+PlugInKind: TypeAlias = Literal["drafters", "acceptance", "steering", "pools"]
 
 _BUILTIN: Mapping[PlugInKind, Mapping[str, str]] = {
     "drafters": {
@@ -38,6 +38,7 @@ _BUILTIN: Mapping[PlugInKind, Mapping[str, str]] = {
         "loose": "langchain_card.acceptance.loose:LooseRule",
     },
     "steering": {},
+    "pools": {"ray": "langchain_card.cluster.replica_pool:ReplicaPool"},
 }
 
 _NEEDED: Mapping[PlugInKind, Mapping[str, type]] = {"drafters": {"name": str, "paced": bool}}

@@ -64,6 +64,7 @@ class EngineOptions(BaseModel):
     execution: Execution = _setting("execution")
     isolate: bool = _setting("isolate")
     replicas: int = _setting("replicas")
+    cluster: str | None = _setting("cluster")
     drafters: tuple[str, ...] | None = _setting("drafters")
     acceptance: str = _setting("acceptance")
     steering: str | None = _setting("steering")

@@ -6,18 +6,24 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from typing_extensions import Self
 
+from langchain_card import plugins
 from langchain_card.config import EngineConfig, lossy_note
 from langchain_card.constraints.compiler import Grammars
 from langchain_card.engine.build import start_driver
 from langchain_card.engine.draft_placement import place_draft
 from langchain_card.engine.drafter_hosts import SCRATCH
+from langchain_card.engine.relay.pool import Description
+from langchain_card.errors import InvalidInputError
 from langchain_card.models.budget import check_budget, free_bytes, weight_bytes
 from langchain_card.models.files import Progress
 from langchain_card.models.loader import ModelSpec, Pair, begin_loading, drop_loading, resolve
+from langchain_card.models.tokenizer import tokenizer_files, tokenizer_of
 from langchain_card.ports import Backend, Observer
 
 log = logging.getLogger(__name__)
@@ -63,6 +69,8 @@ def open_backend(
     Raises:
         CARDError: loading failed.
     """
+    if config.cluster is not None:
+        return _join(config, config.cluster, resources, progress)
     if config.in_processes:
         return _isolate(config, pair or resolve(config, progress), resources, progress)
     with _EarlyLoading() as early:
@@ -138,6 +146,48 @@ def _isolate(config: EngineConfig, pair: Pair, resources: contextlib.ExitStack, 
         pair = resolve(replace(config, draft_device=loaded.draft_device))
     config = replace(config, limits=loaded.limits, draft_device=loaded.draft_device)
     return Opened(config, pair, grammars, relay)
+
+
+def _join(config: EngineConfig, cluster: str, resources: contextlib.ExitStack, progress: Progress) -> Opened:
+    """Reach the engines of a cluster, which say what they are; nothing is loaded here but their tokenizer.
+
+    Raises:
+        InvalidInputError: Ray is missing, or the engines have another model or rule than `config` names.
+        EngineError: they cannot be reached.
+    """
+    from langchain_card.engine.relay.relay import Relay
+
+    if find_spec("ray") is None:
+        raise InvalidInputError("cluster", cluster, "needs Ray", "pip install 'langchain-card[ray]'")
+    progress.update(f"wait for the engines of {cluster}", 0, 0)
+    pool = plugins.find("pools", "ray", "cluster").make(cluster)
+    relay = Relay(pool, config.limits)
+    resources.callback(relay.close)
+    relay.start()
+    found: Description = pool.describe()
+    for name in ("model", "acceptance", "steering", "adapters", "exact"):
+        if (wanted := getattr(config, name)) != (given := getattr(found.config, name)):
+            limit = f"is not what the engines of {cluster} have: {given!r}"
+            raise InvalidInputError(name, wanted, limit, f"give {name}={given!r}")
+    pair = _described(found)
+    config = replace(found.config, cluster=cluster)
+    return Opened(config, pair, _grammars(config, pair), relay)
+
+
+def describe(opened: Opened) -> Description:
+    """Return what an engine says of itself to relays elsewhere."""
+    pair = opened.pair
+    files = tokenizer_files(pair.target.folder)
+    device = ",".join(map(str, pair.target.devices))
+    return Description(opened.config, opened.backend.kind(), pair.eos_ids, pair.vocab_size, pair.max_len, device, files)
+
+
+def _described(found: Description) -> Pair:
+    """Return the target of a description, without weights."""
+    tokenizer = tokenizer_of(found.tokenizer)
+    first, *others = map(torch.device, found.device.split(","))
+    spec = ModelSpec(found.config.model, Path(), "float", first, torch.float32, others=(*others,))
+    return Pair(spec, None, tokenizer, found.eos_ids, found.vocab_size, found.max_len)
 
 
 def _grammars(config: EngineConfig, pair: Pair) -> Grammars:

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from langchain_card.config import EngineConfig, check_adapter_name
 from langchain_card.core.request import Request, SamplingParams
-from langchain_card.engine.backends import open_backend
+from langchain_card.engine.backends import Opened, describe, open_backend
 from langchain_card.engine.garbage import rare_collections
 from langchain_card.engine.generation import Generation
 from langchain_card.engine.labels import check_labels
@@ -36,6 +36,7 @@ from langchain_card.runtime.cpu import compilations
 from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
+    from langchain_card.engine.relay.pool import Description
     from langchain_card.runtime.kind import Kind
 
 _DRAIN_POLL_SECONDS = 0.02
@@ -68,9 +69,9 @@ class Engine:
     ) -> None:
         _check_process()
         self.config = config or EngineConfig()
-        if observe is not None and self.config.in_processes:
+        if observe is not None and (self.config.in_processes or self.config.cluster is not None):
             limit = "cannot be watched: the engine works in a process of its own"
-            raise InvalidInputError("observe", "given", limit, "leave isolate and replicas out")
+            raise InvalidInputError("observe", "given", limit, "leave isolate, replicas and cluster out")
         self._lock = threading.RLock()  # a garbage-collected generation may abort anywhere
         self._closed = self._draining = False
         self._closing_thread, self._close_done = 0, threading.Event()
@@ -128,6 +129,10 @@ class Engine:
     def num_open(self) -> int:
         """Number of requests that wait or run."""
         return self._open_backend().num_open
+
+    def describe(self) -> Description:
+        """Return what a relay elsewhere must know of this engine."""
+        return describe(Opened(self.config, self._pair, self.grammars, self._open_backend()))
 
     def health(self) -> dict[str, Health]:
         """Return the health of the workers, by name: `"target"` and each drafter."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +38,42 @@ def read_tokenizer(source: Path) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _read(source: Path, state: str) -> Any:
-    from transformers import AutoTokenizer
-
     folder, file = (source, {}) if source.is_dir() else (source.parent, {"gguf_file": source.name})
     if not file:
         inspect_folder(folder)
+    return _from_pretrained(folder, **file)
+
+
+def _from_pretrained(folder: Path, **file: str) -> Any:
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, **file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"transformers cannot read it ({str(error)[:200]})"
+        source = folder / file.get("gguf_file", "")
         raise ModelStoreError("tokenizer", str(source), reason, "download the model again") from error
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a model's folder that its tokenizer needs, by name."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json")
+    }
+
+
+def tokenizer_of(files: Mapping[str, bytes]) -> Any:
+    """Load a tokenizer from its files (`tokenizer_files`), without the model's folder.
+
+    Raises:
+        ModelStoreError: transformers cannot read it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / Path(name).name).write_bytes(content)
+        return _from_pretrained(Path(folder))
 
 
 class Spelling:
