@@ -13,8 +13,10 @@ import torch
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use: those it may run on, at most `OMP_NUM_THREADS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return min(cores, int(threads)) if threads.isdecimal() and int(threads) else cores
 
 
 def processor() -> str:

@@ -27,6 +27,7 @@ SAME: list[dict[str, Any]] = [
     {"execution": "eager"},
     {"isolate": True},
     {"replicas": 2},
+    {"cluster": "card"},
     {"pins": Pins(window=2)},
     {"limits": Limits(max_num_seqs=3)},
     {"timeout": 30.0},
