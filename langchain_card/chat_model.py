@@ -115,7 +115,7 @@ class CARDChatModel(ToolsAndSchemas, Batches, ReportsReadings):
             changes |= {"adapters": {}, "adapter": ""}  # they are this model's
         other = self.model_copy(update=changes)
         other._check_models()
-        other._lease = self._other_leases.lease(other._engine_config())
+        other._lease = self._other_leases.lease(other.engine_config())
         return other, rest
 
     def _prepare(

@@ -89,7 +89,7 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
 
     @override
     def _resolve_model_profile(self) -> ModelProfile:
-        return profile_of(self._engine_config())
+        return profile_of(self.engine_config())
 
     @override
     def get_token_ids(self, text: str) -> list[int]:
@@ -130,7 +130,7 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
         """Fields that an answer depends on. Drafts, devices, schedule and bounds change only its speed."""
         names = ["model", "dtype", "kv_dtype", "quantization", "exact", "max_model_len", "output_version"]
         names += ["acceptance", "steering", "adapters"]
-        if self._engine_config().lossy:  # drafts then change the answer
+        if self.engine_config().lossy:  # drafts then change the answer
             names += ["draft_model", "draft_context", "drafters", "stack", "pins", "limits"]
         sampling = (name for name in SamplingOptions.model_fields if name not in self._speed_only)
         return {name: getattr(self, name) for name in (*names, *sampling)}
@@ -138,9 +138,7 @@ class ChatContract(SamplingOptions, EngineHolder, BaseChatModel):
     @property
     def _speed_only(self) -> tuple[str, ...]:
         """Options of a call that change only its speed; with a lossy rule, none but `stream`."""
-        return (
-            ("stream",) if self._engine_config().lossy else ("schedule", "draft_model", "stream", "tenant", "session")
-        )
+        return ("stream",) if self.engine_config().lossy else ("schedule", "draft_model", "stream", "tenant", "session")
 
     @override
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:

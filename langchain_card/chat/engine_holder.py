@@ -64,7 +64,7 @@ class EngineHolder(EngineOptions):
         """Check the names of the models and prepare the lease. Pydantic calls it again when a model becomes a field."""
         self._check_models()
         if getattr(self, "_lease", None) is None:
-            self._lease = EngineLease(self._engine_config())
+            self._lease = EngineLease(self.engine_config())
 
     def load(self, progress: Progress | None = None) -> Self:
         """Download, convert and load the models, and keep them until `close()`; return this model.
@@ -100,7 +100,7 @@ class EngineHolder(EngineOptions):
         return copied
 
     def _engine(self, progress: Progress | None = None) -> Engine:
-        config = self._engine_config()
+        config = self.engine_config()
         if self._lease.config != config:  # fields were assigned, or changed in a copy
             self._lease = EngineLease(config)
         if self._lease.held is not None:

@@ -76,15 +76,16 @@ class EngineOptions(BaseModel):
     pins: Pins = _setting("pins", "Or a dict.")
     limits: Limits = _setting("limits", "Or a dict.")
 
-    def _engine_config(self) -> EngineConfig:
+    def engine_config(self) -> EngineConfig:
+        """Return the configuration of the engine that these fields select."""
         values = {name: getattr(self, name) for name in _SETTINGS}
         return EngineConfig(**values | {"adapters": (*self.adapters.items(),)})
 
     def _check_models(self) -> None:
         """Raise `UnknownModelError` unless models may have these names. Nothing is downloaded for that."""
         ModelStore().check(self.model)
-        if self.draft_model is not None and self._engine_config().has_draft:
+        if self.draft_model is not None and self.engine_config().has_draft:
             ModelStore().check(self.draft_model, field="draft_model")
-            for level in self._engine_config().levels:
+            for level in self.engine_config().levels:
                 if level.is_model:
                     ModelStore().check(level.spec, field="stack")

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.cli.fields import add_served_fields, needing_server, read_keys, served_model
+from langchain_card.cli.fields import REPLICAS, add_served_fields, needing_server, served_model
 from langchain_card.errors import InvalidInputError, check_range
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def register(subparsers: Any) -> None:
     """Add `batch` and its options."""
     here = argparse.ArgumentParser(add_help=False)
     add_served_fields(here)
+    here.add_argument("--replicas", type=int, default=1, metavar="N", help=f"{REPLICAS} (%(default)s)")
     words = "answer a file of requests in OpenAI's batch format; the same command goes on where it stopped"
     parser = subparsers.add_parser("batch", parents=[here], help=words)
     parser.add_argument("input", type=Path, metavar="IN", help="requests, a JSON object a line")
@@ -152,6 +153,8 @@ def _key(args: argparse.Namespace) -> str | None:
         if (value := getattr(args, name)) != default:
             option, limit = f"--{name.replace('_', '-')}", "is an option of a model here, not of a server"
             raise InvalidInputError(option, value, limit, "leave it out, or --server")
+    from langchain_card.serve.settings import read_keys
+
     return read_keys(args.api_key_file)[0] if args.api_key_file else None
 
 
@@ -163,7 +166,7 @@ def _application(args: argparse.Namespace) -> FastAPI:
 
     if args.api_key_file is not None:
         raise InvalidInputError("--api-key-file", str(args.api_key_file), "goes with --server only", "leave it out")
-    model = served_model(args)
+    model = served_model(args, args.replicas)
     settings = Settings(
         model_names=tuple(args.served_model_name) if args.served_model_name else None,
         max_body_bytes=MAX_LINE_BYTES,

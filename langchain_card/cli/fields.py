@@ -25,6 +25,8 @@ from langchain_card.limits import Limits
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
 
+REPLICAS = "engines, each in a process of its own with its part of the cores or of the GPUs"
+"""Help of `--replicas`."""
 SETS = "own (default), copying, code, maths, chat, multilingual or humaneval, or a file of JSON lines"
 """Help of `--prompts`: the values that it accepts."""
 
@@ -83,8 +85,6 @@ def add_served_fields(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapters", nargs="+", default=(), type=_adapter, metavar="NAME=FOLDER", help=adapters)
     isolate = "decode in a process of its own, which is started again when it dies; answers go on (default: on)"
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, default=True, help=isolate)
-    replicas = "engines, each in a process of its own with its part of the cores or of the GPUs (%(default)s)"
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help=replicas)
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="where a request has none (%(default)s)")
     parser.add_argument(
         "--max-tokens", type=int, default=params.max_tokens, help="where a request has none (%(default)s)"
@@ -138,11 +138,12 @@ def drafter_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {"drafters": beside, "stack": tuple(args.stack)}
 
 
-def served_model(args: argparse.Namespace, **limits: Any) -> CARDChatModel:
+def served_model(args: argparse.Namespace, replicas: int, **limits: Any) -> CARDChatModel:
     """Return the chat model of the options of `add_served_fields`; nothing is loaded.
 
     Args:
         args: the options.
+        replicas: number of engines in processes of this machine.
         limits: more fields of `Limits`.
 
     Raises:
@@ -153,10 +154,10 @@ def served_model(args: argparse.Namespace, **limits: Any) -> CARDChatModel:
 
     bounds = Limits(max_num_seqs=args.max_num_seqs, **limits)
     fields = {**engine_fields(args), **drafter_fields(args), "limits": bounds}
-    if args.replicas > 1 and not args.isolate:
+    if replicas > 1 and not args.isolate:
         hint = "leave one of them out"
-        raise InvalidInputError("--replicas", args.replicas, "have processes of their own, against --no-isolate", hint)
-    fields |= {"isolate": args.isolate, "replicas": args.replicas}
+        raise InvalidInputError("--replicas", replicas, "have processes of their own, against --no-isolate", hint)
+    fields |= {"isolate": args.isolate, "replicas": replicas}
     config = EngineConfig(**fields, adapters=tuple(args.adapters))
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     SamplingParams(**sampling).check(bounds)
@@ -164,26 +165,6 @@ def served_model(args: argparse.Namespace, **limits: Any) -> CARDChatModel:
         if name is not None:
             ModelStore().check(name, field=field)
     return CARDChatModel(**fields, **sampling, adapters=dict(args.adapters), schedule=args.schedule)
-
-
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one per line.
-
-    Raises:
-        InvalidInputError: the file cannot be read, holds an invalid key, or holds none.
-    """
-    try:
-        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError("--api-key-file", str(path), f"cannot be read ({type(error).__name__})") from error
-    for number, key in enumerate(keys, 1):
-        if not key.isascii() or not key.isprintable() or " " in key:
-            limit = f"key {number} must be printable ASCII characters without blanks"
-            raise InvalidInputError("--api-key-file", str(path), limit, "a line holds a key and nothing else")
-    if not keys:
-        hint = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
-        raise InvalidInputError("--api-key-file", str(path), "holds no key", hint)
-    return keys
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import copy
 import gc
 import ipaddress
@@ -11,12 +12,15 @@ import logging
 import logging.config
 import socket
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from langchain_card.cli.fields import add_served_fields, needing_server, read_keys, served_model
+from langchain_card.cli.fields import REPLICAS, add_served_fields, needing_server, served_model
 from langchain_card.errors import InvalidInputError, check_range
 from langchain_card.limits import Limits
+from langchain_card.serve.settings import read_keys
 
 if TYPE_CHECKING:
     from langchain_card.chat_model import CARDChatModel
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from langchain_card.serve.settings import Settings
 
 log = logging.getLogger("langchain_card.serve")
+
+APPLICATION = "card"
+"""Name of the application of engines on Ray."""
 
 _FLUSH_SECONDS = 5
 """Seconds that clients have to read the error that ends their answer."""
@@ -37,17 +44,39 @@ def register(subparsers: Any) -> None:
     """Add `serve` and its options."""
     parser = subparsers.add_parser("serve", help="answer over HTTP, as OpenAI's clients know it")
     add_served_fields(parser)
+    bounds = f"{REPLICAS} (1); with --ray, MAX allows more of them under load"
+    parser.add_argument("--replicas", type=replica_bounds, default=(1, 1), metavar="N[:MAX]", help=bounds)
     queue = Limits().max_queue
     parser.add_argument("--max-queue", type=int, default=queue, help="requests that wait (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="%(default)s; 0 takes a free one")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; requests must have one")
-    parser.add_argument("--insecure", action="store_true", help="other addresses than this machine's without keys")
+    insecure = "other addresses than this machine's without keys, and Ray without tokens"
+    parser.add_argument("--insecure", action="store_true", help=insecure)
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="that an answer may take")
     parser.add_argument("--max-wait", type=float, metavar="SECONDS", help="that a request waits until it begins")
     drain = "after SIGTERM, until answers that still run are ended (%(default)s)"
     parser.add_argument("--drain", type=int, default=30, metavar="SECONDS", help=drain)
+    on_ray = parser.add_argument_group("engines on a Ray cluster (docs/guides/cluster.md)")
+    joined = (
+        "cluster to join, such as auto or 10.0.0.1:6379; without ADDRESS, one on this machine that ends with the server"
+    )
+    on_ray.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help=joined)
+    on_ray.add_argument(
+        "--application", default=APPLICATION, metavar="NAME", help="of the engines on Ray (%(default)s)"
+    )
+    cpus = "cores of a replica (the most of which there is room for all)"
+    on_ray.add_argument("--cpus-per-replica", type=float, metavar="N", help=cpus)
+    on_ray.add_argument("--gpus-per-replica", type=float, metavar="N", help="GPUs of a replica (1 where there are any)")
     parser.set_defaults(run=run)
+
+
+def replica_bounds(text: str) -> tuple[int, int]:
+    """Parse `--replicas`: a number, or the least and the most."""
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or not (high or low).isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, or MIN:MAX")
+    return int(low), int(high or low)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,11 +84,48 @@ def run(args: argparse.Namespace) -> int:
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     check_address(args.host, args.port, bool(keys), args.insecure)
     check_range("--drain", args.drain, 0, 86_400)
-    model = served_model(args, max_queue=args.max_queue)
+    _check_replicas(args)
+    model = served_model(args, 1 if args.ray is not None else args.replicas[1], max_queue=args.max_queue)
     if not keys and not is_loopback(args.host):
         print(_WARNING.format(host=args.host, port=args.port), file=sys.stderr)
-    _serve(model, _settings(args, keys), args)
+    with needing_server("serve"):
+        import uvicorn
+
+        from langchain_card.serve import app  # noqa: F401
+    logging.config.dictConfig(_log_config(uvicorn.config.LOGGING_CONFIG))
+    with bind(args.host, args.port) as bound, _engines(model, args) as reached:
+        _serve(reached, _settings(args, keys), args, bound)
     return 0
+
+
+def _check_replicas(args: argparse.Namespace) -> None:
+    """Raise `InvalidInputError` for options that go with `--ray` alone."""
+    low, high = args.replicas
+    if args.ray is not None:
+        return
+    if low != high:
+        raise InvalidInputError("--replicas", f"{low}:{high}", "changes with the load on Ray only", "add --ray")
+    for name, default in (("application", APPLICATION), ("cpus_per_replica", None), ("gpus_per_replica", None)):
+        if (value := getattr(args, name)) != default:
+            raise InvalidInputError(f"--{name.replace('_', '-')}", value, "goes with --ray only", "leave it out")
+
+
+@contextlib.contextmanager
+def _engines(model: CARDChatModel, args: argparse.Namespace) -> Iterator[CARDChatModel]:
+    """Start the engines on Ray if they are to be there, and return the model to serve: the same, or one over them."""
+    if args.ray is None:
+        yield model
+        return
+    if find_spec("ray") is None:
+        raise InvalidInputError("--ray", args.ray, "needs Ray", "pip install 'langchain-card[ray]'")
+    from langchain_card.cluster import ClusterSettings, deploy, joined_cluster
+
+    low, high = args.replicas
+    settings = ClusterSettings(low, high, cpus=args.cpus_per_replica, gpus=args.gpus_per_replica)
+    with joined_cluster(args.ray or None, insecure=args.insecure):
+        log.info("Ray's usage statistics are off; engines of the application %r start", args.application)
+        deploy(model.engine_config(), settings, args.application)
+        yield model.model_copy(update={"cluster": args.application, "isolate": False})
 
 
 def check_address(host: str, port: int, has_keys: bool, insecure: bool) -> None:
@@ -112,14 +178,11 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -> None:
-    with needing_server("serve"):
-        import uvicorn
+def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace, bound: socket.socket) -> None:
+    import uvicorn
 
-        from langchain_card.serve import create_app
+    from langchain_card.serve import create_app
 
-    bound = bind(args.host, args.port)
-    logging.config.dictConfig(_log_config(uvicorn.config.LOGGING_CONFIG))
     app = create_app(model, settings)
     service: Service = app.state.service
     host = f"[{args.host}]" if ":" in args.host else args.host
@@ -152,7 +215,7 @@ def _serve(model: CARDChatModel, settings: Settings, args: argparse.Namespace) -
 
     end = args.drain + _FLUSH_SECONDS
     config = uvicorn.Config(app, timeout_graceful_shutdown=end, server_header=False, ws="none", log_config=None)
-    with bound, model.load():  # loaded here, where ctrl-c works and an error prints one line
+    with model.load():  # loaded here, where ctrl-c works and an error prints one line
         Server(config).run([bound])
 
 

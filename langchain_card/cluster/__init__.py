@@ -1,1 +1,30 @@
 """Engines on a Ray cluster, behind a relay. The only folder that imports ray (`pip install 'langchain-card[ray]'`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from langchain_card.cluster.application import build
+    from langchain_card.cluster.deployment import ClusterSettings, deploy, joined_cluster
+
+_MODULES = {
+    "ClusterSettings": "deployment",
+    "build": "application",
+    "deploy": "deployment",
+    "joined_cluster": "deployment",
+}
+
+__all__ = ["ClusterSettings", "build", "deploy", "joined_cluster"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

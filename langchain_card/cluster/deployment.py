@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,18 +15,21 @@ from ray.serve.config import RequestRouterConfig
 from langchain_card.cluster.replica import EngineReplica
 from langchain_card.cluster.replica_pool import DEPLOYMENT
 from langchain_card.config import EngineConfig
-from langchain_card.errors import InvalidInputError, check_range
+from langchain_card.errors import EngineError, InvalidInputError, check_range
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 SEATS = 16
-"""Requests that a replica answers at once, unless `max_num_seqs` says otherwise or its memory is too small."""
+"""Requests that a replica answers at once, unless `max_num_seqs` says otherwise."""
 
 BUSY_SHARE = 0.75
 """Share of the seats above which autoscaling adds replicas."""
 
 WAITING_SHARE = 1.25
 """Requests that the router sends to a replica at once, for each of its seats: a session waits a little for its own."""
+
+OBJECT_STORE_BYTES = 200 << 20
+"""Memory that a cluster started here keeps for Ray's objects: answers are streams and need next to none of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class ClusterSettings:
 
     Attributes:
         min_replicas, max_replicas: autoscaling keeps their number between these two.
-        cpus: cores of a replica; None shares out all cores of the cluster among `max_replicas`.
+        cpus: cores of a replica; None for the most of which the cluster has room for `max_replicas`.
         gpus: GPUs of a replica; None for one, where the cluster has any.
         drain_seconds: time that answers have to end on a replica that leaves; then they go on elsewhere.
     """
@@ -47,51 +52,74 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         check_range("min_replicas", self.min_replicas, 1, self.max_replicas, "max_replicas is the most")
         check_range("drain_seconds", self.drain_seconds, 0.0, 86_400.0)
+        for name in ("cpus", "gpus"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0.0, 1024.0)
 
 
-def join_cluster(address: str | None, *, insecure: bool = False) -> None:
-    """Join a Ray cluster, or start one on this machine.
+@contextlib.contextmanager
+def joined_cluster(address: str | None = None, *, insecure: bool = False) -> Iterator[None]:
+    """Join a Ray cluster and leave it at the end; or start one on this machine, which then ends.
 
     Args:
-        address: as in `ray.init`; None starts a cluster.
+        address: as in `ray.init`, such as `"auto"` or `"10.0.0.1:6379"`; None starts a cluster.
         insecure: whether a cluster without token authentication will do.
 
     Raises:
-        InvalidInputError: the cluster has no token authentication.
+        InvalidInputError: the cluster has no token authentication, or cannot be reached.
     """
-    if not ray.is_initialized():
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(address=address, include_dashboard=None if address else False)
-    if not insecure and not _has_tokens():
-        hint = "set RAY_AUTH_MODE=token on all nodes; or give --insecure, if the network is your own"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    try:
+        ray.init(address=address or "local", **({} if address else own))
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        limit = f"cannot be joined ({str(error)[:300]})"
+        raise InvalidInputError("--ray", address, limit, "ray status says more; or leave the address out") from error
+    try:
+        check_tokens(insecure)
+        yield
+    finally:
+        if address is None:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def check_tokens(insecure: bool) -> None:
+    """Raise `InvalidInputError` if everybody who reaches Ray's ports may run code, unless that was asked for."""
+    if not insecure and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        hint = "set RAY_AUTH_MODE=token on all nodes; or say insecure, if the network is your own"
         raise InvalidInputError("RAY_AUTH_MODE", "disabled", "lets everybody who reaches Ray's ports run code", hint)
 
 
-def _has_tokens() -> bool:
-    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "card") -> None:
+    """Start the engines of an application, or update it, and wait until they answer.
 
+    An update replaces the replicas one after the other; answers that they have begun go on in others.
 
-def deploy(config: EngineConfig, settings: ClusterSettings, application: str) -> None:
-    """Start the engines of an application, or update it: replicas are replaced where something changed."""
+    Args:
+        config: of each engine.
+        settings: number and size of the replicas.
+        application: its name: `CARDChatModel(cluster=application)` reaches it from any process of the cluster.
+
+    Raises:
+        EngineError: the engines could not be loaded.
+    """
     serve.start(proxy_location="Disabled")
-    serve.run(
-        engine_deployment(config, settings).bind(with_seats(config)),
-        name=application,
-        route_prefix=None,
-        blocking=False,
-    )
+    engines = engine_deployment(config, settings)
+    try:
+        serve.run(engines, name=application, route_prefix=None, blocking=False)
+    except RuntimeError as error:
+        found = serve.status().applications.get(application)
+        limit = f"could not be started: {found.message[-1000:] if found else error}"
+        raise EngineError("cluster", application, limit, "serve status and the replicas' logs say more") from error
 
 
-def with_seats(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with a number of seats."""
-    if config.limits.max_num_seqs is not None:
-        return config
-    return replace(config, limits=replace(config.limits, max_num_seqs=1 if config.exact == "strict" else SEATS))
-
-
-def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.Deployment:
-    """Return the deployment of engines; it takes their configuration."""
-    seats = with_seats(config).limits.num_seqs
+def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.Application:
+    """Return the deployment of engines with a configuration."""
+    if config.limits.max_num_seqs is None:
+        seats = 1 if config.exact == "strict" else SEATS
+        config = replace(config, limits=replace(config.limits, max_num_seqs=seats))
+    seats = config.limits.num_seqs
     scaling: dict[str, Any] = {"num_replicas": settings.min_replicas}
     if settings.max_replicas > settings.min_replicas:
         bounds = {"min_replicas": settings.min_replicas, "max_replicas": settings.max_replicas}
@@ -108,12 +136,20 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]
         **scaling,
     )
-    return cast("serve.Deployment", deployment)
+    return cast("serve.Application", deployment.bind(config))
 
 
 def _resources(settings: ClusterSettings) -> dict[str, float]:
     """Return what a replica takes of a node."""
-    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    gpus = (1.0 if total.get("GPU") else 0.0) if settings.gpus is None else settings.gpus
-    cpus = max(1.0, total.get("CPU", 1.0) // settings.max_replicas) if settings.cpus is None else settings.cpus
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes: list[dict[str, float]] = [node["Resources"] for node in found if node["Alive"]]
+    gpus = float(any("GPU" in node for node in nodes)) if settings.gpus is None else settings.gpus
+    cores = [int(node.get("CPU", 0)) for node in nodes if node.get("GPU", 0) >= gpus]
+    cpus = settings.cpus if settings.cpus is not None else largest_share(cores, settings.max_replicas)
     return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def largest_share(cores: list[int], replicas: int) -> int:
+    """Return the most cores a replica can have if all are to fit on nodes with these numbers of cores; at least one."""
+    sizes = range(max(cores, default=1), 0, -1)
+    return next((size for size in sizes if sum(count // size for count in cores) >= replicas), 1)

@@ -28,7 +28,7 @@ from langchain_card.engine.relay.messages import (
     RequestFailed,
     Submit,
 )
-from langchain_card.engine.relay.pool import Description
+from langchain_card.engine.relay.pool import ENGINE_REPLICA, Description
 from langchain_card.errors import EngineError
 from langchain_card.ports import Health
 from langchain_card.runtime.kind import Kind
@@ -47,6 +47,9 @@ RETRY_SECONDS = 0.1
 
 POLL_SECONDS = 2.0
 """Time between two looks at the number of replicas."""
+
+_STATES = {"up": ("RUNNING", "PENDING_MIGRATION"), "loading": ("STARTING", "UPDATING"), "down": ("RECOVERING",)}
+"""States of Ray's replicas, by state of our health; a replica that stops has none."""
 
 MAX_MOVED = 10_000
 """Sessions whose move to another replica is remembered."""
@@ -89,11 +92,7 @@ class ReplicaPool:
         Raises:
             EngineError: there is no such application, or its engines could not be loaded.
         """
-        try:
-            self._description = self._run(self._describe()).result()
-        except Exception as error:
-            limit = f"does not answer ({type(error).__name__}: {str(error)[:200]})"
-            raise EngineError("cluster", self._application, limit, "serve status says more") from error
+        self._description = self._run(self._describe()).result()
         self._run(self._poll())
         return self._description
 
@@ -138,10 +137,9 @@ class ReplicaPool:
         return self._description.kind
 
     def health(self) -> dict[str, Health]:
-        """Return the health of the replicas, by number."""
-        names = {"RUNNING": "up", "STARTING": "loading", "UPDATING": "loading", "RECOVERING": "down"}
-        states = [names[name] for name, count in self._states.items() if name in names for _ in range(count)]
-        return {f"engine replica {number}": Health(state) for number, state in enumerate(sorted(states)[::-1], 1)}
+        """Return the health of the replicas, by number; those that answer come first."""
+        states = [name for name, known in _STATES.items() for state in known for _ in range(self._states.get(state, 0))]
+        return {f"{ENGINE_REPLICA} {number}": Health(state) for number, state in enumerate(states or ["down"], 1)}
 
     def close(self) -> None:
         """End all streams, and the thread."""
@@ -157,7 +155,19 @@ class ReplicaPool:
     # On the event loop.
 
     async def _describe(self) -> Description:
-        description: Description = DESCRIBED.decode(await self._handle.describe.remote())
+        reply = asyncio.ensure_future(_awaited(self._handle.describe.remote()))
+        try:
+            while not (await asyncio.wait([reply], timeout=POLL_SECONDS))[0]:
+                found = (await asyncio.to_thread(serve.status)).applications.get(self._application)
+                if found is None or found.status in ("DEPLOY_FAILED", "DELETING"):
+                    limit = "is no application of this cluster" if found is None else f"failed: {found.message[-1000:]}"
+                    raise EngineError("cluster", self._application, limit, "serve status lists the applications")
+            description: Description = DESCRIBED.decode(reply.result())
+        except RayError as error:
+            limit = f"does not answer ({type(error).__name__}: {str(error)[:200]})"
+            raise EngineError("cluster", self._application, limit, "serve status says more") from error
+        finally:
+            reply.cancel()
         return description
 
     async def _poll(self) -> None:
@@ -167,6 +177,7 @@ class ReplicaPool:
                 found = status.applications[self._application].deployments[DEPLOYMENT].replica_states
                 self._states = {getattr(state, "value", state): count for state, count in found.items()}
             except Exception as error:
+                self._states = {}
                 log.warning("the replicas of %s are not known at present (%s)", self._application, error)
             await asyncio.sleep(POLL_SECONDS)
 
@@ -294,6 +305,11 @@ class _Attempt:
         else:
             limit = "is another one now than the one that began this answer"
             self.end(RequestFailed(EngineError("model", "of the cluster", limit, "send the request again")))
+
+
+async def _awaited(response: Any) -> bytes:
+    frame: bytes = await response
+    return frame
 
 
 async def _cancel_all() -> None:

@@ -10,8 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from langchain_card.core.messages import TARGET
-from langchain_card.engine.isolated.process_pool import NAME as ENGINE_PROCESS
-from langchain_card.engine.isolated.process_pool import PART
+from langchain_card.engine.relay.pool import ENGINE_PROCESS, ENGINE_REPLICA, PART
 from langchain_card.ports import Health
 from langchain_card.serve.error_bodies import RETRY_AFTER_SECONDS
 from langchain_card.serve.service import Service
@@ -74,7 +73,7 @@ def judge(workers: dict[str, Health]) -> Status:
     engines: dict[str, bool] = {}
     for name, health in workers.items():
         engine, _, worker = name.rpartition(PART)
-        if name.startswith(f"{ENGINE_PROCESS} "):  # one of several
+        if name.startswith((f"{ENGINE_PROCESS} ", f"{ENGINE_REPLICA} ")):  # one of several
             engine, worker = (engine, worker) if engine else (name, ENGINE_PROCESS)
         engines[engine] = engines.get(engine, True) and (health.ok or worker not in _NEEDED)
     return "degraded" if any(engines.values()) else "failing"

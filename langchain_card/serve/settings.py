@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from langchain_card.errors import InvalidInputError, check_range
 
@@ -52,3 +53,27 @@ class Settings:
         for setting in fields(self):
             if setting.name.endswith("_seconds"):
                 check_range(setting.name, getattr(self, setting.name), 0.01, 86_400.0)
+
+
+def read_keys(path: Path, name: str = "--api-key-file") -> tuple[str, ...]:
+    """Return the keys of a file, one per line.
+
+    Args:
+        path: the file.
+        name: of the field in errors.
+
+    Raises:
+        InvalidInputError: the file cannot be read, holds an invalid key, or holds none.
+    """
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(name, str(path), f"cannot be read ({type(error).__name__})") from error
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            limit = f"key {number} must be printable ASCII characters without blanks"
+            raise InvalidInputError(name, str(path), limit, "a line holds a key and nothing else")
+    if not keys:
+        hint = "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
+        raise InvalidInputError(name, str(path), "holds no key", hint)
+    return keys

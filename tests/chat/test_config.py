@@ -64,7 +64,7 @@ def test_configurations_make_equal_models(toy: dict[str, Any], fields: dict[str,
     written = json.dumps(model.to_config(), allow_nan=False)
     again = CARDChatModel.from_config(json.loads(written))
     assert fields_of(again) == fields_of(model)
-    assert again._engine_config() == model._engine_config()
+    assert again.engine_config() == model.engine_config()
     assert again._get_llm_string() == model._get_llm_string()
     assert again.to_config() == model.to_config()
     assert "secret" not in written and again.api_key is None

@@ -322,4 +322,4 @@ def test_what_a_stack_names_is_looked_for(models: Models) -> None:
         Engine(configured(models, "no-such-model"))
     assert [level.block for level in configured(models, "m", "m?block=2", "ngram").levels] == [4, 2, 8]
     chat = CARDChatModel(model=models["target"], draft_model=models["draft"], stack=("ngram",))
-    assert chat._engine_config().stack == ("ngram",)
+    assert chat.engine_config().stack == ("ngram",)

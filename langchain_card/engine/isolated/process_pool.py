@@ -28,18 +28,13 @@ from langchain_card.engine.relay.messages import (
     RequestFailed,
     Submit,
 )
+from langchain_card.engine.relay.pool import ENGINE_PROCESS, PART
 from langchain_card.errors import EngineError
 from langchain_card.models.files import Progress, Silent
 from langchain_card.ports import Clock, Health
 from langchain_card.runtime.kind import Kind
 
 log = logging.getLogger(__name__)
-
-NAME = "engine process"
-"""Name of the process of an engine; of several, a number follows."""
-
-PART = ": "
-"""Separator between the name of one of several processes and the name of a worker in it."""
 
 
 class ProcessPool:
@@ -58,7 +53,11 @@ class ProcessPool:
 
     def __init__(self, config: EngineConfig, clock: Clock = time.monotonic, progress: Progress | None = None) -> None:
         sites, own = split(config), replace(config, replicas=1)
-        names = [NAME] if len(sites) == 1 else [f"{NAME} {number}" for number in range(1, len(sites) + 1)]
+        names = (
+            [ENGINE_PROCESS]
+            if len(sites) == 1
+            else [f"{ENGINE_PROCESS} {number}" for number in range(1, len(sites) + 1)]
+        )
         shown = [progress or Silent(), *(Silent() for _ in sites)]
         self.processes = [
             EngineProcess(name, own, site, self, clock, each, measure_kind=len(sites) > 1)

@@ -11,6 +11,12 @@ from langchain_card.engine.relay.messages import Reply, Submit
 from langchain_card.ports import Health
 from langchain_card.runtime.kind import Kind
 
+ENGINE_PROCESS, ENGINE_REPLICA = "engine process", "engine replica"
+"""Names of engines in a pool's health, on this machine and elsewhere; of several, a number follows."""
+
+PART = ": "
+"""Separator between the name of one of several engines and the name of a worker in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Description:

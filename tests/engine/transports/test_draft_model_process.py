@@ -141,7 +141,7 @@ def test_which_draft_gets_a_process(asked: str, target: str, draft: str | None, 
 def test_the_field_is_checked_and_reaches_the_engine() -> None:
     with pytest.raises(InvalidInputError, match=r"must be one of auto, thread, process\. Hint: did you mean thread"):
         EngineConfig(draft_transport="threads")
-    assert CARDChatModel(draft_transport="process")._engine_config().draft_transport == "process"
+    assert CARDChatModel(draft_transport="process").engine_config().draft_transport == "process"
     with pytest.raises(ValueError, match="'auto', 'thread' or 'process'"):
         CARDChatModel(draft_transport="threads")  # type: ignore[arg-type]
 

@@ -1,0 +1,72 @@
+"""`build`: the web application and its engines as one application of Ray Serve."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+from ray import serve
+
+from langchain_card.chat_model import CARDChatModel
+from langchain_card.cluster.deployment import ClusterSettings, check_tokens, engine_deployment
+from langchain_card.errors import InvalidInputError
+from langchain_card.serve.app import create_app
+from langchain_card.serve.settings import Settings, read_keys
+
+T = TypeVar("T")
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Return the application of `serve run langchain_card.cluster:build`, or of a YAML file's `import_path`.
+
+    Args:
+        args: fields of `CARDChatModel`, `ClusterSettings` and `serve.Settings`, each under its own name. Also
+            `api_key_file`, keys for `Settings.api_keys`, one a line; `servers`, the number of replicas of the web
+            application; and `insecure`, without which keys and Ray's token authentication are required.
+
+    Raises:
+        InvalidInputError: a field is unknown, or breaks a limit.
+    """
+    args = dict(args)
+    insecure = TypeAdapter(bool).validate_python(args.pop("insecure", False))
+    servers = TypeAdapter(int).validate_python(args.pop("servers", 1))
+    key_file = args.pop("api_key_file", None)
+    cluster, settings = _taken(ClusterSettings, args), _taken(Settings, args)
+    if key_file is not None:
+        settings = replace(settings, api_keys=read_keys(Path(key_file), "api_key_file"))
+    if not settings.api_keys and not insecure:
+        hint = "give api_key_file; or insecure, if the network is your own"
+        raise InvalidInputError("api_key_file", None, "is needed: other machines can reach the proxies of Ray", hint)
+    check_tokens(insecure)
+    model = CARDChatModel(**args)
+    server: Any = serve.deployment(
+        serve.ingress()(Server), name="Server", num_replicas=servers, max_ongoing_requests=settings.max_requests
+    )
+    return cast("serve.Application", server.bind(args, settings, engine_deployment(model.engine_config(), cluster)))
+
+
+class Server:
+    """The web application in an actor, over the engines of its own application.
+
+    Args:
+        model: fields of the chat model.
+        settings: of the web application.
+        engines: the deployment of engines, which this one starts.
+    """
+
+    def __init__(self, model: dict[str, Any], settings: Settings, engines: Any) -> None:
+        self._fields, self._settings, self._engines = model, settings, engines
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        application = serve.get_replica_context().app_name
+        fields = {**self._fields, "cluster": application, "isolate": False, "replicas": 1}
+        return create_app(CARDChatModel(**fields), self._settings)
+
+
+def _taken(kind: type[T], args: dict[str, Any]) -> T:
+    """Take the fields of a class out of the arguments, which a command line gives as text, and make one of it."""
+    found = {field.name: args.pop(field.name) for field in fields(kind) if field.name in args}  # type: ignore[arg-type]
+    return TypeAdapter(kind).validate_python(found)
