@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from langchain_card.cluster.replica import EngineReplica
-from langchain_card.cluster.replica_pool import DEPLOYMENT
+from langchain_card.cluster.replica_pool import DEPLOYMENT, failure
 from langchain_card.config import EngineConfig
 from langchain_card.errors import EngineError, InvalidInputError, check_range
 
@@ -109,8 +109,7 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
     try:
         serve.run(engines, name=application, route_prefix=None, blocking=False)
     except RuntimeError as error:
-        found = serve.status().applications.get(application)
-        limit = f"could not be started: {found.message[-1000:] if found else error}"
+        limit = f"could not be started: {failure(application) or error}"
         raise EngineError("cluster", application, limit, "serve status and the replicas' logs say more") from error
 
 

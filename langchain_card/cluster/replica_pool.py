@@ -158,9 +158,7 @@ class ReplicaPool:
         reply = asyncio.ensure_future(_awaited(self._handle.describe.remote()))
         try:
             while not (await asyncio.wait([reply], timeout=POLL_SECONDS))[0]:
-                found = (await asyncio.to_thread(serve.status)).applications.get(self._application)
-                if found is None or found.status in ("DEPLOY_FAILED", "DELETING"):
-                    limit = "is no application of this cluster" if found is None else f"failed: {found.message[-1000:]}"
+                if limit := await asyncio.to_thread(failure, self._application):
                     raise EngineError("cluster", self._application, limit, "serve status lists the applications")
             description: Description = DESCRIBED.decode(reply.result())
         except RayError as error:
@@ -305,6 +303,17 @@ class _Attempt:
         else:
             limit = "is another one now than the one that began this answer"
             self.end(RequestFailed(EngineError("model", "of the cluster", limit, "send the request again")))
+
+
+def failure(application: str) -> str:
+    """Return why the engines of an application will not answer; an empty string if they may."""
+    found = serve.status().applications.get(application)
+    if found is None or found.status == "DELETING":
+        return "is no application of this cluster"
+    if found.status != "DEPLOY_FAILED":
+        return ""
+    messages = [found.message, *(deployment.message for deployment in found.deployments.values())]
+    return "failed: " + " ".join(message.splitlines()[-1] for message in messages if message)  # else a traceback
 
 
 async def _awaited(response: Any) -> bytes:
