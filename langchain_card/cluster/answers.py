@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,14 +60,16 @@ class Answers:
         if self._prompt not in batch:
             limit = f"is not a column; there is {', '.join(batch)}"
             raise InvalidInputError("prompt", self._prompt, limit, "prompt=NAME names the column of prompts")
-        rows = [*self._rows([_plain(value) for value in batch[self._prompt]])]
+        prompts = [_plain(value) for value in batch[self._prompt]]
+        rows = [*self._rows(prompts)]
         return {
             **batch,
-            self._answer: _texts(row.text for row in rows),
-            "finish_reason": _texts(row.finish_reason for row in rows),
+            self._prompt: _objects(prompts),  # messages in arrays would make Ray pickle the column
+            self._answer: _objects([row.text for row in rows]),
+            "finish_reason": _objects([row.finish_reason for row in rows]),
             "input_tokens": np.array([row.input_tokens for row in rows], np.int64),
             "output_tokens": np.array([row.output_tokens for row in rows], np.int64),
-            "error": _texts(row.error for row in rows),
+            "error": _objects([row.error for row in rows]),
         }
 
     def __del__(self) -> None:
@@ -102,8 +104,11 @@ class _Row(NamedTuple):
     error: str = ""
 
 
-def _texts(texts: Iterable[str]) -> Column:
-    return np.array([*texts], dtype=object)  # else each would take as much memory as the longest
+def _objects(values: Sequence[Any]) -> Column:
+    """Return a column of one dimension, whatever the values are; texts take no more memory than each needs."""
+    column: Column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
 
 
 def _is_prompt(value: Any) -> bool:
@@ -111,11 +116,11 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a column in Python's types, without the None that Arrow puts where a mapping lacks a key."""
+    """Return a value of a column in Python's types."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None or key == "content"}
+        return {key: _plain(item) for key, item in value.items()}
     return value

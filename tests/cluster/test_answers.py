@@ -79,7 +79,7 @@ def test_a_bad_row_ends_alone(answers: Answers, model: CARDChatModel) -> None:
 
 
 def test_messages_as_arrow_holds_them(fields: dict[str, Any], model: CARDChatModel) -> None:
-    """A key that one message has is None in the others."""
+    """A key that one message has is None in the others. The column stays one of messages, which any reader reads."""
     import pyarrow
     from ray.data.block import BlockAccessor
 
@@ -101,6 +101,7 @@ def test_messages_as_arrow_holds_them(fields: dict[str, Any], model: CARDChatMod
     assert [*found] == ["chat", "said", "finish_reason", "input_tokens", "output_tokens", "error"]
     assert [*found["error"]] == ["", ""]
     assert [*found["said"]] == [message.text for message in model.batch(rows)]
+    assert BlockAccessor.batch_to_block(found).schema.field("chat").type == block.schema.field("chat").type
 
 
 def test_rows_of_a_batch_are_decoded_together(fields: dict[str, Any]) -> None:
