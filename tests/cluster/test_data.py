@@ -50,18 +50,19 @@ def answering() -> set[psutil.Process]:
 
 def kill_one(killed: set[psutil.Process]) -> None:
     """Kill an actor in the middle of its work."""
-    wait_until(lambda: bool(answering() - killed), 60)
+    wait_until(lambda: bool(answering() - killed), 240)
     victim = (answering() - killed).pop()
     victim.kill()
     killed.add(victim)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("started")
 def test_killed_twice_each_row_comes_out_once(tiny_pairs: dict[str, tuple[str, str]]) -> None:
-    """Costs 25 s: Ray starts, and four actors load a pair."""
+    """Costs 25 s, or 60 s beside other programs: Ray starts, and four actors load a pair."""
     target, draft = tiny_pairs["llama"]
     fields = {"model": target, "draft_model": draft, "dtype": "float64", "device": "cpu", "max_model_len": 512}
-    fields |= {"max_tokens": 64, "temperature": 0.8, "seed": 3}
+    fields |= {"max_tokens": 40, "temperature": 0.8, "seed": 3}
     prompts = {f"request {i}": "" if i % 50 == 7 else f"number {i}" for i in range(COUNT)}
     rows = [{"custom_id": name, "prompt": prompt} for name, prompt in prompts.items()]
     answered = ray.data.from_items(rows, override_num_blocks=40).map_batches(
