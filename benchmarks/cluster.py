@@ -28,7 +28,7 @@ from langchain_card.cluster import ClusterSettings, deploy, joined_cluster
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.engine.generation import Generation
+from langchain_card.engine.generation import Completion
 from langchain_card.limits import Limits
 from langchain_card.testing import tiny
 
@@ -66,16 +66,17 @@ def measure_speed(args: argparse.Namespace) -> None:
     print(f"a replica: {ratio:.3f} times the tokens/s of a process; first token {later * 1000:+.1f} ms")
 
 
-def tiny_config(folder: Path, seats: int, **limits: float) -> EngineConfig:
+def tiny_config(folder: Path, seats: int, silence: float = 10.0) -> EngineConfig:
     target = tiny.make_target("llama", folder / "target")
-    bounds = Limits(max_num_seqs=seats, max_deaths=10_000, max_failures=1000, **limits)
+    bounds = Limits(max_num_seqs=seats, max_deaths=10_000, max_failures=1000, silence_seconds=silence)
     return EngineConfig(target, "ngram", dtype="float64", device="cpu", max_model_len=2048, limits=bounds)
 
 
 def replicas() -> list[int]:
     from ray.serve.context import _get_global_client
 
-    found = _get_global_client().get_serve_details()["applications"]["card"]["deployments"]["EngineReplica"]
+    assert (serve := _get_global_client()) is not None
+    found = serve.get_serve_details()["applications"]["card"]["deployments"]["EngineReplica"]
     return [
         each["pid"]
         for each in found["replicas"]
@@ -85,7 +86,7 @@ def replicas() -> list[int]:
 
 def measure_faults(args: argparse.Namespace) -> None:
     """Print the time from a kill, or a stop, to the next token of each answer that another replica goes on with."""
-    config = tiny_config(Path(tempfile.mkdtemp()), 8, silence_seconds=args.silence)
+    config = tiny_config(Path(tempfile.mkdtemp()), 8, silence=args.silence)
     deploy(config, ClusterSettings(2, 2, cpus=1))
     over, gaps, now = (
         threading.Event(),
@@ -102,6 +103,7 @@ def measure_faults(args: argparse.Namespace) -> None:
                 params = SamplingParams(max_tokens=1900, temperature=1.0, seed=answers, logit_bias=bias)
                 generation, resumed = front.submit(prompt, params), 0
                 for _ in generation:
+                    assert generation.stats is not None
                     if (count := sum(generation.stats.resumed.values())) > resumed:
                         gaps[now[0][0]].append(time.monotonic() - now[0][1])
                         resumed = count
@@ -137,15 +139,12 @@ def measure_sessions(args: argparse.Namespace) -> None:
     dice, lock, found = random.Random(1), threading.Lock(), list[bool]()
     with Engine(replace(config, cluster="card")) as front, ThreadPoolExecutor(int(3 * seats * args.load)) as pool:
 
-        def turn(ids: list[int], chat: int) -> Generation:
-            params = SamplingParams(max_tokens=200, seed=chat, session=f"chat {chat}")
-            generation = front.submit(ids, params)
-            generation.result()
-            return generation
+        def turn(ids: list[int], chat: int) -> Completion:
+            return front.submit(ids, SamplingParams(max_tokens=200, seed=chat, session=f"chat {chat}")).result()
 
         def talk(chat: int) -> None:
             first = front.tokenizer(f"{chat} " + "".join(dice.choices("abcdefgh ", k=300))).input_ids
-            ids = [*first, *turn(first, chat).completion().token_ids]
+            ids = [*first, *turn(first, chat).token_ids]
             time.sleep(dice.expovariate(1.0))
             second = turn([*ids, *front.tokenizer("and then?").input_ids], chat)
             with lock:

@@ -122,7 +122,8 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
 
 
 def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.Application:
-    """Return the deployment of engines with a configuration."""
+    """Return the deployment of engines with a configuration. An actor is a process: the engine needs no other one."""
+    config = replace(config, isolate=False, replicas=1)
     if config.limits.max_num_seqs is None:
         seats = 1 if config.exact == "strict" else SEATS
         config = replace(config, limits=replace(config.limits, max_num_seqs=seats))
