@@ -118,11 +118,14 @@ def _engines(model: CARDChatModel, args: argparse.Namespace) -> Iterator[CARDCha
         return
     if find_spec("ray") is None:
         raise InvalidInputError("--ray", args.ray, "needs Ray", "pip install 'langchain-card[ray]'")
-    from langchain_card.cluster import ClusterSettings, deploy, joined_cluster
+    from langchain_card.cluster import ClusterSettings, deploy, joined_cluster, room
 
     low, high = args.replicas
     settings = ClusterSettings(low, high, cpus=args.cpus_per_replica, gpus=args.gpus_per_replica)
     with joined_cluster(args.ray or None, insecure=args.insecure):
+        if not args.ray and (most := room(settings)) < low:
+            hint = "--cpus-per-replica and --gpus-per-replica make them smaller, also by fractions"
+            raise InvalidInputError("--replicas", low, f"must be {most} at most on this machine", hint)
         log.info("Ray's usage statistics are off; engines of the application %r start", args.application)
         deploy(model.engine_config(), settings, args.application)
         yield model.model_copy(update={"cluster": args.application, "isolate": False})

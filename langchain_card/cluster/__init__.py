@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from langchain_card.cluster.answers import Answers
     from langchain_card.cluster.application import build
-    from langchain_card.cluster.deployment import ClusterSettings, deploy, joined_cluster
+    from langchain_card.cluster.deployment import ClusterSettings, deploy, joined_cluster, room
 
 INSTALL = "pip install 'langchain-card[ray]'"
 """What installs the packages of the extra `ray`."""
@@ -18,9 +18,10 @@ _MODULES = {
     "build": "application",
     "deploy": "deployment",
     "joined_cluster": "deployment",
+    "room": "deployment",
 }
 
-__all__ = ["Answers", "ClusterSettings", "build", "deploy", "joined_cluster"]
+__all__ = ["Answers", "ClusterSettings", "build", "deploy", "joined_cluster", "room"]
 
 
 def __getattr__(name: str) -> Any:

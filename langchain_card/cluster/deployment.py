@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ from typing import Any, cast
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from langchain_card.cluster.replica import EngineReplica
 from langchain_card.cluster.replica_pool import DEPLOYMENT, failure
 from langchain_card.config import EngineConfig
 from langchain_card.errors import EngineError, InvalidInputError, check_range
+
+log = logging.getLogger(__name__)
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -113,6 +117,8 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
         EngineError: the engines could not be loaded.
     """
     serve.start(proxy_location="Disabled")
+    if (most := room(settings)) < settings.min_replicas:
+        log.warning("the nodes have room for %d replicas now; the others wait for more nodes, or other sizes", most)
     engines = engine_deployment(config, settings)
     try:
         serve.run(engines, name=application, route_prefix=None, blocking=False)
@@ -127,7 +133,7 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
     if config.limits.max_num_seqs is None:
         seats = 1 if config.exact == "strict" else SEATS
         config = replace(config, limits=replace(config.limits, max_num_seqs=seats))
-    seats = config.limits.num_seqs
+    seats, taken = config.limits.num_seqs, _resources(settings)
     scaling: dict[str, Any] = {"num_replicas": settings.min_replicas}
     if settings.max_replicas > settings.min_replicas:
         bounds = {"min_replicas": settings.min_replicas, "max_replicas": settings.max_replicas}
@@ -136,11 +142,12 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
         EngineReplica,
         name=DEPLOYMENT,
         max_ongoing_requests=seats + max(1, int(seats * (WAITING_SHARE - 1))),
-        ray_actor_options=_resources(settings),
+        ray_actor_options={"num_cpus": taken["CPU"], "num_gpus": taken["GPU"]},
         graceful_shutdown_timeout_s=settings.drain_seconds,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2,
         health_check_timeout_s=5,
+        logging_config=LoggingConfig(enable_access_log=False),
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]
         **scaling,
     )
@@ -149,12 +156,23 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
 
 def _resources(settings: ClusterSettings) -> dict[str, float]:
     """Return what a replica takes of a node."""
-    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    nodes: list[dict[str, float]] = [node["Resources"] for node in found if node["Alive"]]
+    nodes = _nodes()
     gpus = float(any("GPU" in node for node in nodes)) if settings.gpus is None else settings.gpus
     cores = [int(node.get("CPU", 0)) for node in nodes if node.get("GPU", 0) >= gpus]
     cpus = settings.cpus if settings.cpus is not None else largest_share(cores, settings.max_replicas)
-    return {"num_cpus": cpus, "num_gpus": gpus}
+    return {"CPU": cpus, "GPU": gpus}
+
+
+def room(settings: ClusterSettings) -> int:
+    """Return for how many replicas the nodes that the cluster has now are large enough."""
+    needs = [(name, value) for name, value in _resources(settings).items() if value]
+    return sum(int(min((node.get(name, 0) // value for name, value in needs), default=1)) for node in _nodes())
+
+
+def _nodes() -> list[dict[str, float]]:
+    """Return the resources of each node, by name."""
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["Resources"] for node in found if node["Alive"]]
 
 
 def largest_share(cores: list[int], replicas: int) -> int:
