@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -30,6 +31,10 @@ WAITING_SHARE = 1.25
 
 OBJECT_STORE_BYTES = 200 << 20
 """Memory that a cluster started here keeps for Ray's objects: answers are streams and need next to none of it."""
+
+
+CONNECT_SECONDS = 5.0
+"""Longest time until the head of a cluster accepts a connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +75,14 @@ def joined_cluster(address: str | None = None, *, insecure: bool = False) -> Ite
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    host, _, port = (address or "").rpartition(":")
     try:
+        if host and port.isdecimal():  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address=address or "local", **({} if address else own))
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, OverflowError) as error:
         limit = f"cannot be joined ({str(error)[:300]})"
-        raise InvalidInputError("--ray", address, limit, "ray status says more; or leave the address out") from error
+        raise InvalidInputError("cluster", address, limit, "ray status says more; or leave the address out") from error
     try:
         check_tokens(insecure)
         yield
@@ -114,7 +122,8 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
 
 
 def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.Application:
-    """Return the deployment of engines with a configuration."""
+    """Return the deployment of engines with a configuration. An actor is a process: the engine needs no other one."""
+    config = replace(config, isolate=False, replicas=1)
     if config.limits.max_num_seqs is None:
         seats = 1 if config.exact == "strict" else SEATS
         config = replace(config, limits=replace(config.limits, max_num_seqs=seats))

@@ -231,7 +231,7 @@ class Coordinator:
     def _submit(self, request: Request, output_ids: Sequence[int], now: float) -> list[m.Effect]:
         state = RequestState.waiting(request, self.policy.new_text(), now, output_ids)
         refusal = self._refusal()
-        self.scheduler.waiting.append(state)
+        self.scheduler.enqueue(state)
         return self._fail(state, now, refusal) if refusal else []
 
     def _refusal(self) -> str:

@@ -1,4 +1,4 @@
-"""Admission of requests: first come, first served, as many at once as the target's memory holds."""
+"""Admission of requests: those that have begun, then the oldest, as many at once as memory holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Scheduler:
     """The only owner of the waiting and the running requests.
 
     Attributes:
-        waiting: oldest first; requests that were put back come first.
+        waiting: those that were put back, then others that have begun, then the rest; the last two oldest first.
         running: states by request id, in order of admission.
         capacity: requests that may run at once; lowered when the target runs out of memory, and raised again later.
         ended: number of requests that have ended.
@@ -37,6 +37,11 @@ class Scheduler:
         copied.capacity, copied.ended = self.capacity, self.ended
         copied.working, copied.longest = self.working, self.longest
         return copied
+
+    def enqueue(self, state: RequestState) -> None:
+        """Let a request wait behind those before it; one that has begun overtakes all that have not."""
+        overtaken = 0 if not state.has_begun else sum(not other.has_begun for other in self.waiting)
+        self.waiting.insert(len(self.waiting) - overtaken, state)
 
     def admit(self) -> RequestState | None:
         """Let the next waiting request run whose consumer reads; None when there is none, or no room."""

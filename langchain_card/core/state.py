@@ -68,6 +68,11 @@ class RequestState:
         return state
 
     @property
+    def has_begun(self) -> bool:
+        """Whether an engine has worked on it: this one, or the one that wrote the beginning of its answer."""
+        return self.incarnation > 0 or bool(self.output_ids)
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return len(self.request.prompt_ids) + len(self.output_ids)

@@ -18,6 +18,7 @@ from langchain_card.constraints.compiler import Grammars
 from langchain_card.engine.build import start_driver
 from langchain_card.engine.draft_placement import place_draft
 from langchain_card.engine.drafter_hosts import SCRATCH
+from langchain_card.engine.kinds import hash_models
 from langchain_card.engine.relay.pool import Description
 from langchain_card.errors import InvalidInputError
 from langchain_card.models.budget import check_budget, free_bytes, weight_bytes
@@ -141,6 +142,7 @@ def _isolate(config: EngineConfig, pair: Pair, resources: contextlib.ExitStack, 
     relay = Relay(pool, config.limits)
     resources.callback(relay.close)
     relay.start()
+    hash_models(config, pair)  # while the process imports and loads: reading large files takes as long
     loaded = pool.wait_ready()
     if loaded.draft_device != config.draft_device:
         pair = resolve(replace(config, draft_device=loaded.draft_device))

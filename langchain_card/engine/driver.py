@@ -138,10 +138,10 @@ class Driver:
             self.post(m.Interrupted)
         return done.result()
 
-    def kind(self) -> Kind:
-        """Return the engine's kind; the first call measures it (`KindFinder`)."""
+    def kind(self, *, measured: bool = True) -> Kind:
+        """Return the engine's kind; the first call finds it, and the first `measured` one measures (`KindFinder`)."""
         assert self._finder is not None, "a driver without models has no kind"
-        return self._finder.find(self.call)
+        return self._finder.find(self.call if measured else None)
 
     @property
     def num_open(self) -> int:

@@ -105,8 +105,8 @@ class Engine:
 
         Raises:
             EngineClosedError: the engine was closed.
-            EngineError: the model's files have changed since they were loaded, or this engine has a process of its own
-                and no replicas.
+            EngineError: the model's files have changed since they were loaded, or this engine is the only one in a
+                process of its own, which does not measure it.
         """
         return self._open_backend().kind()
 

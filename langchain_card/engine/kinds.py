@@ -16,7 +16,7 @@ from langchain_card.runtime.kind import DECODED, TEXT, WINDOW, Kind
 
 
 class KindFinder:
-    """The kind of an engine in this process, found once. Made when the models have been loaded.
+    """The kind of an engine in this process, each part found once. Made when the models have been loaded.
 
     Args:
         config, pair: of the engine.
@@ -28,26 +28,24 @@ class KindFinder:
         self, config: EngineConfig, pair: Pair, adapters: Mapping[str, str], measure: Callable[[], str]
     ) -> None:
         self._config, self._pair, self._adapters, self._measure = config, pair, adapters, measure
-        drafts = (pair.draft, *pair.stack) if config.lossy and pair.draft is not None else ()
-        sources = [(spec, ModelStore().source(spec.name, spec.folder)) for spec in (pair.target, *drafts)]
-        self._sources = [(spec, source, file_state(source)) for spec, source in sources]
+        self._sources = [(spec, source, file_state(source)) for spec, source in _sources(config, pair)]
         self._lock = threading.Lock()
-        self._kind: Kind | None = None
+        self._answer = self._machine = ""
 
-    def find(self, call: Callable[[Callable[[], str], int], str]) -> Kind:
+    def find(self, call: Callable[[Callable[[], str], int], str] | None = None) -> Kind:
         """Return the kind.
 
         Args:
-            call: calls a function, which computes so many rows, on the target's thread.
+            call: calls a function, which computes so many rows, on the target's thread; None to measure nothing.
 
         Raises:
             EngineError: a model's files have changed since they were loaded, or the engine has ended.
         """
         with self._lock:
-            if self._kind is None:
-                answer = hashlib.sha256(repr(self._decisive()).encode()).hexdigest()
-                self._kind = Kind(answer, call(self._measure, TEXT + DECODED + WINDOW))
-            return self._kind
+            self._answer = self._answer or hashlib.sha256(repr(self._decisive()).encode()).hexdigest()
+            if call is not None:
+                self._machine = self._machine or call(self._measure, TEXT + DECODED + WINDOW)
+            return Kind(self._answer, self._machine)
 
     def _decisive(self) -> tuple[object, ...]:
         """Return all that decides an answer's text apart from rounding. Under a lossy rule that is the draft, too."""
@@ -57,6 +55,18 @@ class KindFinder:
         models = [_model(*loaded) for loaded in self._sources]
         adapters = sorted(self._adapters.items())
         return (__version__, models, self._pair.eos_ids, adapters, config.exact, rule, steering, lossy)
+
+
+def hash_models(config: EngineConfig, pair: Pair) -> None:
+    """Hash the files that are a part of the kind. The hashes are kept on disk for the process that loads them."""
+    for _, source in _sources(config, pair):
+        ModelStore().content_hash(source)
+
+
+def _sources(config: EngineConfig, pair: Pair) -> list[tuple[ModelSpec, Path]]:
+    """Return the models that decide an answer's text, each with its GGUF file or folder."""
+    drafts = (pair.draft, *pair.stack) if config.lossy and pair.draft is not None else ()
+    return [(spec, ModelStore().source(spec.name, spec.folder)) for spec in (pair.target, *drafts)]
 
 
 def _model(spec: ModelSpec, source: Path, state: str) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ class Kind:
 
     Attributes:
         answer: hash of all that decides an answer apart from rounding (`engine.kinds`).
-        machine: hash of the bits of a probe's logits (`measure`).
+        machine: hash of the bits of a probe's logits (`measure`); "" if they were not measured.
     """
 
     answer: str

@@ -24,6 +24,7 @@ MODULES_OF_EXTRAS = {
     "bench": ("bench/plots.py",),
     "langserve": ("serve/langserve/",),
     "openvino": ("bench/peers/process.py",),
+    "ray": ("cluster/",),
     "server": ("serve/", "cli/serve.py", "cli/batch.py"),
     "structured": ("constraints/",),
     "testing": ("testing/conformance.py", "testing/calls.py"),

@@ -17,7 +17,7 @@ MODEL = f"{CLASS}; CARDChatModel()"
 COMMAND = (
     "import contextlib\nfrom langchain_card.cli import main\nwith contextlib.suppress(SystemExit): main(['--help'])"
 )
-HEAVY = ("torch", "transformers", "numba", "llvmlite", "accelerate", "gguf")
+HEAVY = ("torch", "transformers", "numba", "llvmlite", "accelerate", "gguf", "ray")
 
 
 def fresh(code: str) -> tuple[float, str]:

@@ -13,6 +13,7 @@ from langchain_card.engine.relay.messages import Committed, Submit
 from langchain_card.engine.relay.relay import Relay
 from langchain_card.errors import EngineError
 from langchain_card.limits import Limits
+from langchain_card.runtime.kind import Kind
 from tests.support.processes import wait_until
 
 
@@ -44,6 +45,9 @@ class Scripted:
         return [(message.request.request_id, message.output_ids) for message in got]
 
 
+KIND = Kind("model", "")
+"""Of an engine that is the only one."""
+
 LIVES: list[Scripted] = []
 FAILING: list[Exception] = []
 
@@ -73,7 +77,7 @@ def die(life: int) -> Scripted:
     """Ends a life, and gives the next one."""
     LIVES[life].die()
     wait_until(lambda: len(LIVES) == life + 2)
-    LIVES[-1].say(f.Loaded(Limits(), "auto"))
+    LIVES[-1].say(f.Loaded(Limits(), "auto", KIND))
     return LIVES[-1]
 
 

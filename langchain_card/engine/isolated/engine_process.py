@@ -56,29 +56,20 @@ class EngineProcess:
         owner: takes what happens.
         clock: source of time.
         progress: receives the steps in which the first process loads the engine.
-        measure_kind: whether each process measures its kind while it loads.
 
     Attributes:
         name: of the process.
         config: of the engine, with what it filled in once it was up.
-        kind: of the latest engine that has loaded; None if it was not measured.
+        kind: of the latest engine that has loaded; None before the first.
         is_begun: whether a process was started, however that ended.
         is_up: whether it takes requests.
         error: why it was given up; None while it was not.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: EngineConfig,
-        site: Site,
-        owner: Owner,
-        clock: Clock,
-        progress: Progress,
-        *,
-        measure_kind: bool = False,
+        self, name: str, config: EngineConfig, site: Site, owner: Owner, clock: Clock, progress: Progress
     ) -> None:
-        self.name, self.config, self._measure_kind = name, config, measure_kind
+        self.name, self.config = name, config
         self.kind: Kind | None = None
         self.is_up, self.error = False, None  # type: bool, BaseException | None
         self._site, self._owner, self._clock, self._progress = site, owner, clock, progress
@@ -161,8 +152,7 @@ class EngineProcess:
             self._owner.post(functools.partial(act, argument))
 
         on_message, on_death = (functools.partial(handle, act) for act in (self._receive, self._handle_death))
-        load = m.LoadEngine(self.config, self._measure_kind)
-        return start_engine(self.name, load, self._site, on_message, on_death)
+        return start_engine(self.name, m.LoadEngine(self.config), self._site, on_message, on_death)
 
     def _restart(self) -> None:
         self._watch = ProcessWatch(self._clock)

@@ -8,6 +8,7 @@ from typing import Any
 
 from langchain_card.core.messages import Emit, Reading
 from langchain_card.core.request import FinishReason, Request, RequestStats
+from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.isolated.messages import (
     FROM_ENGINE,
@@ -38,9 +39,11 @@ def _serve(wire: Wire) -> None:
     engines: list[Engine] = []
     send_heartbeats(wire, lambda: EngineHeartbeat(engines[0].backend.health() if engines else {}))
     _hide_progress_bars()
-    engines.append(engine := Engine(replace(load.config, isolate=False), progress=_ForwardingProgress(wire)))
+    own = replace(load.config, isolate=False, replicas=1)
+    engines.append(engine := Engine(own, progress=_ForwardingProgress(wire)))
     engine.warm_up(_ForwardingProgress(wire))
-    kind = engine.kind if load.measure_kind else None
+    assert isinstance(engine.backend, Driver)
+    kind = engine.backend.kind(measured=load.config.replicas > 1)  # the lives of one alone round alike
     wire.send(EngineHeartbeat(engine.backend.health()))
     wire.send(Loaded(engine.config.limits, engine.config.draft_device, kind))
     while (message := wire.receive()) is not None:

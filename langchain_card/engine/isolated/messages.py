@@ -17,10 +17,9 @@ from langchain_card.runtime.kind import Kind
 
 @dataclass(frozen=True, slots=True)
 class LoadEngine:
-    """First message to the process: the engine to load, and whether it says its kind when it has loaded."""
+    """First message to the process: the engine to load. `config.replicas` is the number of its processes."""
 
     config: EngineConfig
-    measure_kind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +49,11 @@ class LoadStep:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Report that the engine takes requests, within these limits; where its draft runs; its kind if that is wanted."""
+    """Report that the engine takes requests, within these limits; where its draft runs; its kind."""
 
     limits: Limits
     draft_device: str
-    kind: Kind | None = None
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)

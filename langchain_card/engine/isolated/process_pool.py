@@ -52,15 +52,12 @@ class ProcessPool:
     post: Callable[[Callable[[], None]], None]
 
     def __init__(self, config: EngineConfig, clock: Clock = time.monotonic, progress: Progress | None = None) -> None:
-        sites, own = split(config), replace(config, replicas=1)
-        names = (
-            [ENGINE_PROCESS]
-            if len(sites) == 1
-            else [f"{ENGINE_PROCESS} {number}" for number in range(1, len(sites) + 1)]
-        )
+        sites = split(config)
+        numbered = [f"{ENGINE_PROCESS} {number}" for number in range(1, len(sites) + 1)]
+        names = numbered if len(sites) > 1 else [ENGINE_PROCESS]
         shown = [progress or Silent(), *(Silent() for _ in sites)]
         self.processes = [
-            EngineProcess(name, own, site, self, clock, each, measure_kind=len(sites) > 1)
+            EngineProcess(name, config, site, self, clock, each)
             for name, site, each in zip(names, sites, shown, strict=False)
         ]
         self._ids = itertools.count()
@@ -110,9 +107,10 @@ class ProcessPool:
             self.processes[0].send(m.Announce(count))
 
     def kind(self) -> Kind:
-        """Return the kind of the first engine; raise `EngineError` if it is not known."""
-        if (kind := self.processes[0].kind) is None:
-            limit = "is not known: the engine's process did not measure it"
+        """Return the kind of the first engine; raise `EngineError` if it has not measured it."""
+        kind = self.processes[0].kind
+        if kind is None or not kind.machine:
+            limit = "is not known: a process that is the only one does not measure how it rounds"
             raise EngineError("kind", None, limit, "processes do with replicas=2 or more")
         return kind
 

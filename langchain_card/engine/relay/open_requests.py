@@ -101,8 +101,8 @@ class OpenRequest:
     @property
     def _is_elsewhere(self) -> bool:
         """Whether the present engine is known to round otherwise than the one that wrote the first token."""
-        kind = None if self.attempt is None else self.attempt.kind
-        return kind is not None and self.kind is not None and kind.machine != self.kind.machine
+        present = None if self.attempt is None else self.attempt.kind
+        return len({kind.machine for kind in (self.kind, present) if kind is not None and kind.machine}) > 1
 
     def update_stats(self, stats: RequestStats) -> None:
         """Add the present engine's statistics to those of the engines before it.

@@ -27,7 +27,7 @@ from langchain_card.ports import Health
 from tests.support import tiny
 from tests.support.isolated import Waiting
 from tests.support.processes import wait_until
-from tests.support.scripted_processes import FAILING, LIVES, Scripted, Time, check, die, settle, wrote
+from tests.support.scripted_processes import FAILING, KIND, LIVES, Scripted, Time, check, die, settle, wrote
 
 SHOWN = list[str]()
 
@@ -55,7 +55,7 @@ def relay(monkeypatch: pytest.MonkeyPatch, clock: Time) -> Iterator[Relay]:
     made.start()
     for stage in ("load a", "compile kernels"):
         LIVES[0].say(f.LoadStep(stage))
-    LIVES[0].say(f.Loaded(Limits(), "auto"))
+    LIVES[0].say(f.Loaded(Limits(), "auto", KIND))
     pool.wait_ready()
     yield made
     made.close()
@@ -73,7 +73,7 @@ def test_each_process_gets_a_request_once(relay: Relay) -> None:
     wait_until(lambda: len(LIVES) == 2)
     held = threading.Event()
     relay._do(held.wait, 10)
-    LIVES[1].say(f.Loaded(Limits(), "auto"))
+    LIVES[1].say(f.Loaded(Limits(), "auto", KIND))
     relay.submit(consumer := Waiting())  # known at once, and queued behind the welcome
     held.set()
     settle(relay)
@@ -143,7 +143,7 @@ def test_loading_that_fails_later_is_no_fault_of_requests(relay: Relay) -> None:
         LIVES[life].die(missing)
     assert not consumer.ends
     wait_until(lambda: len(LIVES) == 5)
-    LIVES[4].say(f.Loaded(Limits(), "auto"))
+    LIVES[4].say(f.Loaded(Limits(), "auto", KIND))
     settle(relay)
     assert LIVES[4].requests == [(1, ())]
     for life in range(4, 6):
@@ -209,7 +209,7 @@ def test_a_death_is_logged_and_how_long_it_took(relay: Relay, clock: Time, caplo
     LIVES[0].die()
     wait_until(lambda: len(LIVES) == 2)
     clock.ahead += 30
-    LIVES[1].say(f.Loaded(Limits(), "auto"))
+    LIVES[1].say(f.Loaded(Limits(), "auto", KIND))
     settle(relay)
     died, up = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert died == "engine process = 0: killed by the test. It is started again; requests that go on: 1"
@@ -250,7 +250,7 @@ def test_one_bad_request_among_those_that_wait_fails_alone(relay: Relay, monkeyp
         send(life, message)
 
     monkeypatch.setattr(Scripted, "send", refuse)
-    LIVES[1].say(f.Loaded(Limits(), "auto"))
+    LIVES[1].say(f.Loaded(Limits(), "auto", KIND))
     settle(relay)
     settle(relay)
     assert [number for number, _ in LIVES[1].requests] == [1, 2]
@@ -266,7 +266,7 @@ def test_an_abort_just_before_an_engine_is_up_takes_no_seat(relay: Relay) -> Non
     held = threading.Event()
     relay._do(held.wait, 10)
     relay.stop(0)
-    LIVES[1].say(f.Loaded(Limits(), "auto"))
+    LIVES[1].say(f.Loaded(Limits(), "auto", KIND))
     held.set()
     settle(relay)
     settle(relay)

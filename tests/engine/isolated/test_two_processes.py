@@ -150,7 +150,7 @@ def test_a_second_process_that_cannot_be_started_leaves_the_first(monkeypatch: p
     relay = Relay(ProcessPool(config, clock), config.limits)
     relay.start()
     FAILING.append(EngineError("engine process", "python", "could not be started (no memory)"))
-    LIVES[0].say(f.Loaded(SEATS, "auto"))
+    LIVES[0].say(f.Loaded(SEATS, "auto", KINDS[0]))
     (consumer,) = submitted(relay, "s")
     assert LIVES[0].requests and not FAILING and not consumer.ends
     relay.close()

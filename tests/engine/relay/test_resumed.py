@@ -15,7 +15,7 @@ from langchain_card.engine.relay.open_requests import OpenRequest
 from langchain_card.runtime.kind import Kind
 from langchain_card.serve.metrics import EngineState, Metrics
 
-HERE, ELSEWHERE = Kind("model", "here"), Kind("model", "elsewhere")
+HERE, ELSEWHERE, UNMEASURED = (Kind("model", machine) for machine in ("here", "elsewhere", ""))
 
 
 class Reader:
@@ -44,6 +44,8 @@ def write(entry: OpenRequest, kind: Kind | None, token: int) -> None:
         ([HERE, HERE, HERE], {"died": 2}),
         ([HERE, ELSEWHERE, HERE], {"died": 2, "other machine": 1}),
         ([None, None], {"died": 1}),
+        ([HERE, UNMEASURED, HERE], {"died": 2}),
+        ([UNMEASURED, HERE], {"died": 1}),
     ],
 )
 def test_resumptions_are_counted(kinds: list[Kind | None], resumed: dict[str, int]) -> None:

@@ -180,10 +180,10 @@ def test_messages_of_an_engine_in_a_process() -> None:
     request = Request(3, (1, 2), params, (0,), labels=((4, 5), (4,)))
     stats = RequestStats(
         rounds=2, verified_by_source={"model": 5}, accepted_by_source={"model": 3}, closed=True,
-        passes_by_accepted={0: 1, 3: 1}, label_logprobs=(-0.5, -math.inf),
+        passes_by_accepted={0: 1, 3: 1}, label_logprobs=(-0.5, -math.inf), resumed={"died": 1},
     )  # fmt: skip
     several = [field.name for field in fields(stats) if isinstance(getattr(stats, field.name), dict | tuple)]
-    assert len(several) == 4 and all(getattr(stats, name) for name in several), "each is sent with some numbers"
+    assert len(several) == 5 and all(getattr(stats, name) for name in several), "each is sent with some numbers"
     logprobs = (m.TokenLogprob(-0.5, ((1, -0.5), (2, -1.0))),)
     said: dict[Direction, list[Any]] = {
         f.TO_ENGINE: [
@@ -191,7 +191,7 @@ def test_messages_of_an_engine_in_a_process() -> None:
             f.Submit(request, (5, 6)), f.Stop(3), f.Stop(3, 2), f.Announce(4),
         ],
         f.FROM_ENGINE: [
-            f.LoadStep("load a"), f.Loaded(Limits(), "auto"), f.Loaded(Limits(), "auto", Kind("a", "b")),
+            f.LoadStep("load a"), f.Loaded(Limits(), "auto", Kind("a", "b")),
             f.Began(3), m.Reading(3, 512, 900), Logged("a", 20, "b"),
             f.Committed(3, (7,), ("model",), logprobs, stats),
             f.Ended(3, FinishReason.LENGTH, stats), f.NotServed(3, Failed("EngineError", "no")),
