@@ -48,7 +48,7 @@ print(undisturbed)
 # ## Two engines on Ray
 #
 # `joined_cluster` starts a cluster on this machine, or joins the one at an address. `deploy` starts the engines and waits
-# until they answer. Without `insecure`, both want Ray's token authentication (`RAY_AUTH_MODE=token`).
+# until they answer. A cluster that is started here has Ray's token authentication; one that is joined must have it, too.
 
 # %%
 import contextlib
@@ -56,7 +56,7 @@ import contextlib
 from langchain_card.cluster import ClusterSettings, deploy, joined_cluster
 
 cluster = contextlib.ExitStack()
-cluster.enter_context(joined_cluster(insecure=True))
+cluster.enter_context(joined_cluster())
 deploy(CARDChatModel(**PAIR).engine_config(), ClusterSettings(min_replicas=2, max_replicas=2, cpus=1))
 model = CARDChatModel(model=PAIR["model"], cluster="card").load()
 model.engine.health()
