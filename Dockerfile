@@ -12,6 +12,7 @@ RUN cd /tmp/wheel && pip install --no-cache-dir -c constraints.txt \
 
 USER card
 WORKDIR /home/card
+RUN mkdir .cache
 ENV RAY_USAGE_STATS_ENABLED=0
 EXPOSE 8000
 HEALTHCHECK --start-period=5m CMD \
