@@ -18,7 +18,7 @@ import pytest
 from langchain_card import cli
 from tests.support.documents import PAGES, ROOT, RUN, Block, blocks_of, run_page
 
-SILENT = ("", "text", "toml", "json")
+SILENT = ("", "text", "toml", "json", "yaml")
 """Languages of blocks that nobody runs."""
 HISTORY = "docs/LOG.md"
 """Keeps commands of earlier days."""
