@@ -43,12 +43,16 @@ def build(args: dict[str, Any]) -> serve.Application:
     check_tokens(insecure)
     model = CARDChatModel(**args)
     server: Any = serve.deployment(
-        serve.ingress()(Server), name="Server", num_replicas=servers, max_ongoing_requests=settings.max_requests
+        serve.ingress()(WebServer),
+        name="WebServer",
+        num_replicas=servers,
+        max_ongoing_requests=settings.max_requests,
+        ray_actor_options={"num_cpus": 0},  # the cores are for the engines
     )
     return cast("serve.Application", server.bind(args, settings, engine_deployment(model.engine_config(), cluster)))
 
 
-class Server:
+class WebServer:
     """The web application in an actor, over the engines of its own application.
 
     Args:

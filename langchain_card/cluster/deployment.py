@@ -86,7 +86,9 @@ def joined_cluster(address: str | None = None, *, insecure: bool = False) -> Ite
         ray.init(address=address or "local", **({} if address else own))
     except (OSError, ValueError, RuntimeError, OverflowError) as error:
         limit = f"cannot be joined ({str(error)[:300]})"
-        raise InvalidInputError("cluster", address, limit, "ray status says more; or leave the address out") from error
+        raise InvalidInputError(
+            "cluster", address, limit, "is the token the cluster's? ray status says more"
+        ) from error
     try:
         check_tokens(insecure)
         yield
@@ -170,7 +172,9 @@ def room(settings: ClusterSettings) -> int:
 
 
 def _nodes() -> list[dict[str, float]]:
-    """Return the resources of each node, by name."""
+    """Return the resources of each node, by name; no nodes before this process has joined a cluster."""
+    if not ray.is_initialized():
+        return []
     found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return [node["Resources"] for node in found if node["Alive"]]
 

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -233,7 +234,8 @@ class _Attempt:
 
     def __init__(self, pool: ReplicaPool, request: Submit, reply: Callable[[Reply], None]) -> None:
         params = request.request.params
-        self.frame = TO_REPLICA.body(request)
+        kind = request.kind or pool.kind()  # a new request, too, is in the tokens of the model that was described
+        self.frame = TO_REPLICA.body(replace(request, kind=kind))
         self.session = f"{params.tenant}\n{params.session}" if params.session else ""
         self.seen, self.is_accepted, self.num_tries = time.monotonic(), False, 0
         self._pool, self._reply, self._stats = pool, reply, RequestStats()
@@ -301,8 +303,9 @@ class _Attempt:
         if self._pool.try_another(self):
             self.open()
         else:
-            limit = "is another one now than the one that began this answer"
-            self.end(RequestFailed(EngineError("model", "of the cluster", limit, "send the request again")))
+            limit = "is another one now than the one that this process has joined"
+            hint = "load the model again, or restart the server, and send the request again"
+            self.end(RequestFailed(EngineError("model", "of the cluster", limit, hint)))
 
 
 def failure(application: str) -> str:

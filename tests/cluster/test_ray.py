@@ -154,8 +154,10 @@ def test_another_model_never_goes_on_with_an_answer(
     other = tiny.make_target("llama", tmp_path_factory.mktemp("other"), seed=9)
     limits = replace(config.limits, max_num_seqs=1)
     deploy(replace(config, model=other, limits=limits), ClusterSettings(cpus=1, drain_seconds=0.1), "one")
-    with pytest.raises(EngineError, match="is another one now than the one that began this answer"):
+    with pytest.raises(EngineError, match="is another one now than the one that this process has joined"):
         list(pieces)
+    with pytest.raises(EngineError, match="is another one now"):
+        one.submit(*REQUESTS[0]).result()
     assert first.text is not None
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 EXTRAS = ("fastapi", "langserve", "llguidance", "matplotlib", "prometheus_client", "pytest", "starlette", "uvicorn")
 """What the extras bring, as far as the package imports it."""
-NEED_EXTRAS = ("bench.plots", "chat.deep_agents", "serve.", "testing.conformance", "testing.calls")
+NEED_EXTRAS = ("bench.plots", "chat.deep_agents", "cluster.", "serve.", "testing.conformance", "testing.calls")
 """The only modules that do not come without, or are deepagents' own: their names begin so."""
 FILES = (
     "py.typed",
