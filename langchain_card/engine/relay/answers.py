@@ -96,7 +96,9 @@ class AnswerStreams:
         last = -JOIN_SECONDS
         while not stream.is_over:
             await asyncio.sleep(last + JOIN_SECONDS - time.monotonic())
-            messages, last = await stream.take(), time.monotonic()
+            messages = await stream.take()
+            if any(isinstance(message, Committed) for message in messages):
+                last = time.monotonic()
             if not messages:
                 target = self._backend.health().get(TARGET, Health())
                 messages = [Alive() if target.ok else Lost(Failed("EngineError", f"its target hangs ({target})"))]
