@@ -29,6 +29,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Completion
+from langchain_card.engine.relay.open_requests import OpenRequest
 from langchain_card.limits import Limits
 from langchain_card.testing import tiny
 
@@ -86,28 +87,36 @@ def replicas() -> list[int]:
 
 
 def measure_faults(args: argparse.Namespace) -> None:
-    """Print the time from a kill, or a stop, to the next token of each answer that another replica goes on with."""
+    """Print when the relay left a replica that was killed or stopped, and when the next token of each answer came.
+
+    Each as a median, with the most in brackets.
+    """
     config = tiny_config(Path(tempfile.mkdtemp()), 8, silence=args.silence)
     deploy(config, ClusterSettings(2, 2, cpus=0.5))
-    over, gaps, now = (
-        threading.Event(),
-        {signal.SIGKILL: list[float](), signal.SIGSTOP: list[float]()},
-        [(signal.SIGKILL, 0.0)],
-    )
+    seen: dict[signal.Signals, tuple[list[float], list[float]]] = {
+        what: ([], []) for what in (signal.SIGKILL, signal.SIGSTOP)
+    }
+    over, now, left = threading.Event(), [(signal.SIGKILL, 0.0)], OpenRequest.left
+
+    def noted(entry: OpenRequest, *, died: bool = False) -> None:
+        if died and entry.begun:
+            seen[now[0][0]][0].append(time.monotonic() - now[0][1])
+        left(entry, died=died)
+
+    OpenRequest.left = noted  # type: ignore[method-assign, assignment]
     with Engine(replace(config, cluster="card")) as front, ThreadPoolExecutor(8) as pool:
+        no_end = ((front.tokenizer.eos_token_id, -100.0),)
 
         def read(number: int) -> int:
-            answers = 0
-            prompt = front.tokenizer(f"stream {number}").input_ids
-            bias = ((front.tokenizer.eos_token_id, -100.0),)
+            answers, prompt = 0, front.tokenizer(f"stream {number}").input_ids
             while not over.is_set():
-                params = SamplingParams(max_tokens=1900, temperature=1.0, seed=answers, logit_bias=bias)
-                generation, resumed = front.submit(prompt, params), 0
+                params = SamplingParams(max_tokens=1900, temperature=1.0, seed=answers, logit_bias=no_end)
+                generation, deaths = front.submit(prompt, params), 0
                 for _ in generation:
                     assert generation.stats is not None
-                    if (count := sum(generation.stats.resumed.values())) > resumed:
-                        gaps[now[0][0]].append(time.monotonic() - now[0][1])
-                        resumed = count
+                    if (count := generation.stats.resumed.get("died", 0)) > deaths:
+                        seen[now[0][0]][1].append(time.monotonic() - now[0][1])
+                        deaths = count
                 answers += 1
             return answers
 
@@ -125,11 +134,14 @@ def measure_faults(args: argparse.Namespace) -> None:
                 os.kill(victim, signal.SIGCONT)
         over.set()
         answers = sum(reader.result() for reader in readers)
-    for what, found in gaps.items():
-        if found:
-            cuts = f"{statistics.median(found):.2f} s median, {max(found):.2f} s at most"
-            print(f"{what.name}: {len(found)} answers went on, the next token after {cuts}")
-    print(f"{answers} answers ended")
+        begun = time.monotonic()
+        next(iter(front.submit(front.tokenizer("x" * 1000).input_ids, SamplingParams(max_tokens=4))))
+        reading = time.monotonic() - begun
+    for what, (notices, gaps) in seen.items():
+        if notices:
+            noticed, next_token = (f"{statistics.median(part):.2f} ({max(part):.2f})" for part in (notices, gaps))
+            print(f"{what.name}, {len(gaps)} answers: left after {noticed} s, next token after {next_token} s")
+    print(f"{answers} answers ended; alone, a prompt of 1,000 tokens takes {reading:.2f} s to its first token")
 
 
 def measure_sessions(args: argparse.Namespace) -> None:

@@ -43,6 +43,13 @@ DEPLOYMENT = "EngineReplica"
 SILENCE_SECONDS = 10.0
 """Longest time without a sign of life until an answer goes on elsewhere, unless `limits.silence_seconds` is shorter."""
 
+ACCEPT_SECONDS = 0.5
+"""Longest time until a replica accepts a request whose session was moved, which may come to the one that hangs again;
+it doubles with each try after the fourth."""
+
+CHECK_SECONDS = 0.25
+"""Time between two looks for streams that are silent."""
+
 RETRY_SECONDS = 0.1
 """Pause after a replica that did not accept a request."""
 
@@ -111,17 +118,25 @@ class ReplicaPool:
         return attempt
 
     def check(self) -> float | None:
-        """Leave the streams that have been silent for too long."""
+        """Leave the streams that have been silent for too long; move requests again that no replica has accepted."""
         now = time.monotonic()
         if now >= self._next_check:
-            self._next_check = now + 1.0
+            self._next_check = now + CHECK_SECONDS
             for attempt in [*self._attempts]:
-                if now - attempt.seen > self._silence:
+                if attempt.is_accepted and now - attempt.seen > self._silence:
                     log.error("a replica of %s has sent nothing for %g seconds", self._application, self._silence)
                     self._move(attempt)
                     error = EngineError("replica", "silent", f"it has sent nothing for {self._silence:g} seconds")
                     attempt.end(EngineLost(error))
+                elif not attempt.is_accepted and now - attempt.seen > self._patience(attempt):
+                    self._move(attempt)
+                    attempt.open()
         return self._next_check - now
+
+    def _patience(self, attempt: _Attempt) -> float:
+        """Return how long a replica may take to accept a request; it may also wait because all replicas are full."""
+        was_moved = attempt.session in self._moved
+        return min(self._silence, ACCEPT_SECONDS * 2.0 ** max(0, attempt.num_tries - 4) if was_moved else self._silence)
 
     @property
     def _silence(self) -> float:
@@ -180,14 +195,13 @@ class ReplicaPool:
                 log.warning("the replicas of %s are not known at present (%s)", self._application, error)
             await asyncio.sleep(POLL_SECONDS)
 
-    async def read(self, attempt: _Attempt, session: str) -> None:
-        """Read the frames of a stream, and post its messages."""
-        options: dict[str, Any] = {"stream": True, **({"session_id": session} if session else {})}
-        stream: Any = self._handle.options(**options).answer.remote(attempt.frame)
+    async def read(self, attempt: _Attempt, session: str, number: int) -> None:
+        """Read the frames of an attempt's stream `number`, and post its messages."""
+        stream: Any = self._handle.options(stream=True, session_id=session).answer.remote(attempt.frame)
         error: BaseException = EngineError("replica", "stream", "it ended before the answer did")
         try:
             async for frame in stream:
-                self._post(functools.partial(attempt.receive, FROM_REPLICA.decode(frame)))
+                self._post(functools.partial(attempt.receive, FROM_REPLICA.decode(frame), number))
         except asyncio.CancelledError:
             raise
         except Exception as caught:
@@ -196,14 +210,14 @@ class ReplicaPool:
             stream.cancel()
         if not attempt.is_accepted:
             await asyncio.sleep(RETRY_SECONDS)
-        self._post(functools.partial(attempt.end, _last(error)))
+        self._post(functools.partial(attempt.lose, error, number))
 
     # On the relay's thread.
 
     def open_stream(self, attempt: _Attempt) -> Future[None]:
         """Open a stream to the replica of the request's session."""
-        session = attempt.session
-        return self._run(self.read(attempt, f"{session}\n{self._moved.get(session, 0)}" if session else ""))
+        session = f"{attempt.session}\n{self._moved.get(attempt.session, 0)}"
+        return self._run(self.read(attempt, session, attempt.num_tries))
 
     def try_another(self, attempt: _Attempt) -> bool:
         """Let the router choose another replica for a session; return False if enough were tried."""
@@ -215,10 +229,9 @@ class ReplicaPool:
         self._attempts.discard(attempt)
 
     def _move(self, attempt: _Attempt) -> None:
-        if attempt.session:
-            self._moved[attempt.session] = self._moved.pop(attempt.session, 0) + 1
-            if len(self._moved) > MAX_MOVED:
-                self._moved.popitem(last=False)
+        self._moved[attempt.session] = self._moved.pop(attempt.session, 0) + 1
+        if len(self._moved) > MAX_MOVED:
+            self._moved.popitem(last=False)
 
 
 class _Attempt:
@@ -226,17 +239,17 @@ class _Attempt:
 
     Attributes:
         frame: of the request.
-        session: the request's; "" without one.
-        seen: time of the last message.
+        session: name of the request's session; its own without one.
+        seen: time of the last message, or when the stream was opened.
         is_accepted: whether an engine answers it.
-        num_tries: replicas that were asked.
+        num_tries: streams that were opened; only the last is read.
     """
 
     def __init__(self, pool: ReplicaPool, request: Submit, reply: Callable[[Reply], None]) -> None:
         params = request.request.params
         kind = request.kind or pool.kind()  # a new request, too, is in the tokens of the model that was described
         self.frame = TO_REPLICA.body(replace(request, kind=kind))
-        self.session = f"{params.tenant}\n{params.session}" if params.session else ""
+        self.session = f"{params.tenant}\n{params.session or request.request.request_id}"
         self.seen, self.is_accepted, self.num_tries = time.monotonic(), False, 0
         self._pool, self._reply, self._stats = pool, reply, RequestStats()
         self._kind: Kind | None = None
@@ -249,13 +262,20 @@ class _Attempt:
         return self._kind
 
     def open(self) -> None:
-        """Open a stream."""
-        self.num_tries += 1
+        """Open a stream, in place of the one before."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self.num_tries, self.seen = self.num_tries + 1, time.monotonic()
         self._reading = self._pool.open_stream(self)
 
-    def receive(self, message: Any) -> None:
-        """Take a message of the stream."""
-        if self._is_over:
+    def lose(self, error: BaseException, number: int) -> None:
+        """Note that a stream ended before the answer did."""
+        if number == self.num_tries:
+            self.end(_last(error))
+
+    def receive(self, message: Any, number: int) -> None:
+        """Take a message of a stream."""
+        if self._is_over or number != self.num_tries:
             return
         self.seen = time.monotonic()
         match message:
@@ -298,8 +318,6 @@ class _Attempt:
             self._reading.cancel()
 
     def _try_another(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
         if self._pool.try_another(self):
             self.open()
         else:
