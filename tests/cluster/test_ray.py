@@ -121,9 +121,7 @@ def one(cluster: Raylets, config: EngineConfig) -> Iterator[Engine]:
 
 def long_request(seed: int) -> tuple[list[int], SamplingParams]:
     no_end = ((TOKENIZER.eos_token_id, -100.0),)
-    return REQUESTS[0][0], SamplingParams(
-        max_tokens=900, temperature=1.0, seed=seed, session="long", logit_bias=no_end
-    )
+    return REQUESTS[0][0], SamplingParams(max_tokens=900, temperature=1.0, seed=seed, session="long", logit_bias=no_end)
 
 
 def test_a_client_that_leaves_frees_its_seat(one: Engine) -> None:
