@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessage
 from langchain_card.chat_model import CARDChatModel
 from langchain_card.core.messages import TARGET
 from langchain_card.errors import EngineError, InvalidInputError
+from langchain_card.ports import Health
 
 Column = np.ndarray[Any, np.dtype[Any]]
 
@@ -89,7 +90,7 @@ class Answers:
             counts = answer.usage_metadata or {"input_tokens": 0, "output_tokens": 0}
             reason = answer.response_metadata["finish_reason"]
             return _Row(answer.text, reason, counts["input_tokens"], counts["output_tokens"])
-        if isinstance(answer, EngineError) and self._model.engine.health()[TARGET].state == "given up":
+        if isinstance(answer, EngineError) and self._model.engine.health().get(TARGET, Health()).state == "given up":
             raise answer
         return _Row(error=f"{type(answer).__name__}: {answer}")
 

@@ -47,6 +47,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name="WebServer",
         num_replicas=servers,
         max_ongoing_requests=settings.max_requests,
+        graceful_shutdown_timeout_s=settings.deadline_seconds,  # its answers end with it
         ray_actor_options={"num_cpus": 0},  # the cores are for the engines
     )
     return cast("serve.Application", server.bind(args, settings, engine_deployment(model.engine_config(), cluster)))

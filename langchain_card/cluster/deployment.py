@@ -75,8 +75,12 @@ def joined_cluster(address: str | None = None, *, insecure: bool = False) -> Ite
         insecure: whether a cluster without token authentication will do.
 
     Raises:
-        InvalidInputError: the cluster has no token authentication, or cannot be reached.
+        InvalidInputError: this process has no token authentication or is in a cluster, or `address` cannot be reached.
     """
+    if ray.is_initialized():
+        raise InvalidInputError(
+            "cluster", address, "cannot be joined: this process is in one", "ray.shutdown() leaves it"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     host, _, port = (address or "").rpartition(":")
@@ -131,6 +135,8 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
 
 def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.Application:
     """Return the deployment of engines with a configuration. An actor is a process: the engine needs no other one."""
+    if config.cluster is not None:
+        raise InvalidInputError("cluster", config.cluster, "is where engines are, and no engine", "leave it out")
     config = replace(config, isolate=False, replicas=1)
     if config.limits.max_num_seqs is None:
         seats = 1 if config.exact == "strict" else SEATS
@@ -143,14 +149,17 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
     deployment: Any = serve.deployment(
         EngineReplica,
         name=DEPLOYMENT,
-        max_ongoing_requests=seats + max(1, int(seats * (WAITING_SHARE - 1))),
+        max_ongoing_requests=int(seats * WAITING_SHARE),
         ray_actor_options={"num_cpus": taken["CPU"], "num_gpus": taken["GPU"]},
         graceful_shutdown_timeout_s=settings.drain_seconds,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2,
         health_check_timeout_s=5,
         logging_config=LoggingConfig(enable_access_log=False),
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER,  # type: ignore[arg-type]
+            request_router_kwargs={"num_fallback_replicas": settings.max_replicas - 1},
+        ),
         **scaling,
     )
     return cast("serve.Application", deployment.bind(config))

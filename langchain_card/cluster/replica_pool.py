@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 
-from langchain_card.cluster.replica import DESCRIBED, FROM_REPLICA, TO_REPLICA
-from langchain_card.core.request import FinishReason, RequestStats
-from langchain_card.engine.relay.answers import Accepted, Alive, Lost, OtherModel
+from langchain_card.cluster.replica import DESCRIBED, FROM_REPLICA
+from langchain_card.cluster.replica_attempt import ReplicaAttempt
 from langchain_card.engine.relay.messages import (
-    Committed,
-    Ended,
     EngineLost,
-    NotServed,
     Reply,
     RequestFailed,
     Submit,
@@ -44,14 +42,22 @@ SILENCE_SECONDS = 10.0
 """Longest time without a sign of life until an answer goes on elsewhere, unless `limits.silence_seconds` is shorter."""
 
 ACCEPT_SECONDS = 0.5
-"""Longest time until a replica accepts a request whose session was moved, which may come to the one that hangs again;
-it doubles with each try after the fourth."""
+"""Longest time until a replica accepts a request, while one may hang; it doubles with each try after the fourth."""
+
+SUSPECT_SECONDS = 60.0
+"""Time after a sign of a hung replica in which Ray may not have replaced it."""
+
+STALL_SECONDS = 1.0
+"""A check that is late by more has found this process at a standstill, not the replicas."""
 
 CHECK_SECONDS = 0.25
 """Time between two looks for streams that are silent."""
 
 RETRY_SECONDS = 0.1
 """Pause after a replica that did not accept a request."""
+
+STATUS_SECONDS = 10.0
+"""Longest time until Ray says how many replicas there are."""
 
 POLL_SECONDS = 2.0
 """Time between two looks at the number of replicas."""
@@ -73,26 +79,29 @@ class ReplicaPool:
         application: name of the Serve application.
     """
 
-    _post: Callable[[Callable[[], None]], None]
-
     def __init__(self, application: str) -> None:
         if not ray.is_initialized():
             limit = "cannot be reached: this process has not joined a Ray cluster"
             raise EngineError("cluster", application, limit, 'call ray.init(address="auto") first')
         self._application = application
-        self._handle = serve.get_deployment_handle(DEPLOYMENT, application)
+        try:
+            self._handle = serve.get_deployment_handle(DEPLOYMENT, application)
+        except RayServeException as error:
+            raise _no_answer(application, error) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="card-replicas", daemon=True)
-        self._attempts: set[_Attempt] = set()
+        self._attempts: set[ReplicaAttempt] = set()
         self._moved: OrderedDict[str, int] = OrderedDict()
-        self._next_check = 0.0
+        self._next_check, self._suspect_until = math.inf, 0.0
         self._states: dict[str, int] = {}
         self._description: Description | None = None
+        self.post: Callable[[Callable[[], None]], None] = lambda _: None
+        self._closing = False
+        self._thread.start()
 
     def start(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """Start the thread that reads the streams."""
-        self._post = post
-        self._thread.start()
+        """Begin to post messages of streams."""
+        self.post, self._next_check = post, time.monotonic()
 
     def describe(self) -> Description:
         """Wait until a replica is up, and return what it says of its engine.
@@ -110,9 +119,9 @@ class ReplicaPool:
         seats = self._description.config.limits.num_seqs if self._description is not None else 1
         return seats * max(1, self._states.get("RUNNING", 1))
 
-    def submit(self, request: Submit, reply: Callable[[Reply], None]) -> _Attempt:
+    def submit(self, request: Submit, reply: Callable[[Reply], None]) -> ReplicaAttempt:
         """Open a stream for a request."""
-        attempt = _Attempt(self, request, reply)
+        attempt = ReplicaAttempt(self, request, reply)
         self._attempts.add(attempt)
         attempt.open()
         return attempt
@@ -121,22 +130,30 @@ class ReplicaPool:
         """Leave the streams that have been silent for too long; move requests again that no replica has accepted."""
         now = time.monotonic()
         if now >= self._next_check:
-            self._next_check = now + CHECK_SECONDS
+            was_stalled, self._next_check = now - self._next_check > STALL_SECONDS, now + CHECK_SECONDS
             for attempt in [*self._attempts]:
-                if attempt.is_accepted and now - attempt.seen > self._silence:
-                    log.error("a replica of %s has sent nothing for %g seconds", self._application, self._silence)
-                    self._move(attempt)
-                    error = EngineError("replica", "silent", f"it has sent nothing for {self._silence:g} seconds")
-                    attempt.end(EngineLost(error))
-                elif not attempt.is_accepted and now - attempt.seen > self._patience(attempt):
-                    self._move(attempt)
-                    attempt.open()
+                if was_stalled:
+                    attempt.seen = now
+                elif now - attempt.seen > self._patience(attempt, now):
+                    self._leave(attempt, now)
         return self._next_check - now
 
-    def _patience(self, attempt: _Attempt) -> float:
-        """Return how long a replica may take to accept a request; it may also wait because all replicas are full."""
-        was_moved = attempt.session in self._moved
-        return min(self._silence, ACCEPT_SECONDS * 2.0 ** max(0, attempt.num_tries - 4) if was_moved else self._silence)
+    def _patience(self, attempt: ReplicaAttempt, now: float) -> float:
+        """Return how long a stream may be silent. One that is not accepted may wait because all replicas are full."""
+        if attempt.is_accepted or now > self._suspect_until:
+            return self._silence
+        return float(min(self._silence, ACCEPT_SECONDS * 2 ** min(10, max(0, attempt.num_tries - 4))))
+
+    def _leave(self, attempt: ReplicaAttempt, now: float) -> None:
+        """Let a request go on in another replica than the one that is silent."""
+        self.move(attempt)
+        if attempt.is_accepted:
+            self._suspect_until = now + SUSPECT_SECONDS
+            log.error("a replica of %s has sent nothing for %g seconds", self._application, self._silence)
+            error = EngineError("replica", "silent", f"it has sent nothing for {self._silence:g} seconds")
+            attempt.end(EngineLost(error))
+        else:
+            attempt.open()
 
     @property
     def _silence(self) -> float:
@@ -159,11 +176,12 @@ class ReplicaPool:
 
     def close(self) -> None:
         """End all streams, and the thread."""
-        if self._thread.ident is not None:
+        if not self._closing:
+            self._closing = True
             self._run(_cancel_all()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        self._loop.close()
+            self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -177,157 +195,96 @@ class ReplicaPool:
                 if limit := await asyncio.to_thread(failure, self._application):
                     raise EngineError("cluster", self._application, limit, "serve status lists the applications")
             description: Description = DESCRIBED.decode(reply.result())
-        except RayError as error:
-            limit = f"does not answer ({type(error).__name__}: {str(error)[:200]})"
-            raise EngineError("cluster", self._application, limit, "serve status says more") from error
+        except (RayError, RayServeException) as error:
+            raise _no_answer(self._application, error) from error
         finally:
             reply.cancel()
         return description
 
     async def _poll(self) -> None:
-        while True:
+        is_known = True
+        while ray.is_initialized():  # else a question about Serve would start a cluster
             try:
-                status = await asyncio.to_thread(serve.status)
+                status = await asyncio.wait_for(asyncio.to_thread(serve.status), STATUS_SECONDS)
                 found = status.applications[self._application].deployments[DEPLOYMENT].replica_states
-                self._states = {getattr(state, "value", state): count for state, count in found.items()}
+                self._states, is_known = {getattr(state, "value", state): count for state, count in found.items()}, True
             except Exception as error:
-                self._states = {}
-                log.warning("the replicas of %s are not known at present (%s)", self._application, error)
+                if is_known:
+                    log.warning("the replicas of %s are not known at present (%r)", self._application, error)
+                is_known = False
             await asyncio.sleep(POLL_SECONDS)
+        self._states = {}
 
-    async def read(self, attempt: _Attempt, session: str, number: int) -> None:
+    async def read(self, attempt: ReplicaAttempt, session: str, number: int) -> None:
         """Read the frames of an attempt's stream `number`, and post its messages."""
-        stream: Any = self._handle.options(stream=True, session_id=session).answer.remote(attempt.frame)
-        error: BaseException = EngineError("replica", "stream", "it ended before the answer did")
+        stream: Any = None
+        error: BaseException = _StreamEnded("it ended before the answer did")
         try:
+            stream = self._handle.options(stream=True, session_id=session).answer.remote(attempt.frame)
             async for frame in stream:
-                self._post(functools.partial(attempt.receive, FROM_REPLICA.decode(frame), number))
-        except asyncio.CancelledError:
-            raise
+                self.post(functools.partial(attempt.receive, FROM_REPLICA.decode(frame), number))
+        except asyncio.CancelledError as caught:  # here, or by Ray
+            if self._closing or not attempt.reads(number):
+                raise
+            error = caught
         except Exception as caught:
             error = caught
         finally:
-            stream.cancel()
-        if not attempt.is_accepted:
-            await asyncio.sleep(RETRY_SECONDS)
-        self._post(functools.partial(attempt.lose, error, number))
+            if stream is not None:
+                with contextlib.suppress(Exception):  # those of a stream that could not be opened
+                    stream.cancel()
+        await asyncio.sleep(0 if attempt.is_accepted else RETRY_SECONDS)
+        self.post(functools.partial(attempt.lose, error, number))
 
     # On the relay's thread.
 
-    def open_stream(self, attempt: _Attempt) -> Future[None]:
+    def open_stream(self, attempt: ReplicaAttempt) -> Future[None]:
         """Open a stream to the replica of the request's session."""
         session = f"{attempt.session}\n{self._moved.get(attempt.session, 0)}"
         return self._run(self.read(attempt, session, attempt.num_tries))
 
-    def try_another(self, attempt: _Attempt) -> bool:
+    def try_another(self, attempt: ReplicaAttempt) -> bool:
         """Let the router choose another replica for a session; return False if enough were tried."""
-        self._move(attempt)
+        self.move(attempt)
         return attempt.num_tries <= 2 * sum(self._states.values()) + 2
 
-    def discard(self, attempt: _Attempt) -> None:
+    def discard(self, attempt: ReplicaAttempt) -> None:
         """Forget an attempt that has ended."""
         self._attempts.discard(attempt)
 
-    def _move(self, attempt: _Attempt) -> None:
+    def last_reply(self, error: BaseException) -> Reply:
+        """Return the last reply for a stream that ended in an exception."""
+        text = f"({type(error).__name__}: {str(error)[:200]})"
+        is_gone = isinstance(error, RayError) and not isinstance(error, RayTaskError)
+        if is_gone or isinstance(error, _StreamEnded | asyncio.CancelledError):
+            is_leaving = self._states.get("STOPPING", 0) > 0
+            return EngineLost(EngineError("replica", "gone", f"it is gone {text}"), died=not is_leaving)
+        return RequestFailed(EngineError("replica", "answer", f"it could not answer {text}", "serve status says more"))
+
+    def after_pause(self, act: Callable[[], None]) -> None:
+        """Do something on the relay's thread a little later."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, RETRY_SECONDS, functools.partial(self.post, act))
+
+    def move(self, attempt: ReplicaAttempt) -> None:
+        """Change the name of a session for the router, which may choose another replica then."""
         self._moved[attempt.session] = self._moved.pop(attempt.session, 0) + 1
         if len(self._moved) > MAX_MOVED:
             self._moved.popitem(last=False)
 
 
-class _Attempt:
-    """A request at a replica. Used on the relay's thread, but for `frame`.
+class _StreamEnded(Exception):
+    """A stream that ended without a last message."""
 
-    Attributes:
-        frame: of the request.
-        session: name of the request's session; its own without one.
-        seen: time of the last message, or when the stream was opened.
-        is_accepted: whether an engine answers it.
-        num_tries: streams that were opened; only the last is read.
-    """
 
-    def __init__(self, pool: ReplicaPool, request: Submit, reply: Callable[[Reply], None]) -> None:
-        params = request.request.params
-        kind = request.kind or pool.kind()  # a new request, too, is in the tokens of the model that was described
-        self.frame = TO_REPLICA.body(replace(request, kind=kind))
-        self.session = f"{params.tenant}\n{params.session or request.request.request_id}"
-        self.seen, self.is_accepted, self.num_tries = time.monotonic(), False, 0
-        self._pool, self._reply, self._stats = pool, reply, RequestStats()
-        self._kind: Kind | None = None
-        self._is_over = False
-        self._reading: Future[None] | None = None
-
-    @property
-    def kind(self) -> Kind | None:
-        """The kind of the engine, once it has accepted the request."""
-        return self._kind
-
-    def open(self) -> None:
-        """Open a stream, in place of the one before."""
-        if self._reading is not None:
-            self._reading.cancel()
-        self.num_tries, self.seen = self.num_tries + 1, time.monotonic()
-        self._reading = self._pool.open_stream(self)
-
-    def lose(self, error: BaseException, number: int) -> None:
-        """Note that a stream ended before the answer did."""
-        if number == self.num_tries:
-            self.end(_last(error))
-
-    def receive(self, message: Any, number: int) -> None:
-        """Take a message of a stream."""
-        if self._is_over or number != self.num_tries:
-            return
-        self.seen = time.monotonic()
-        match message:
-            case Alive():
-                pass
-            case Accepted(kind):
-                self._kind, self.is_accepted = kind, True
-            case OtherModel():
-                self._try_another()
-            case Lost(error):
-                self.end(EngineLost(error.error("replica")))
-            case NotServed(_, error):
-                self.end(RequestFailed(error.error("replica")))
-            case Ended():
-                self.end(message)
-            case _:
-                if isinstance(message, Committed):
-                    self._stats = message.stats
-                self._reply(message)
-
-    def end(self, last: Reply) -> None:
-        """Make the last reply, unless that was made."""
-        if not self._is_over:
-            self._close()
-            self._reply(last)
-
-    def stop(self, num_tokens: int | None = None) -> None:
-        """Close the stream, which frees the seat."""
-        reason = FinishReason.ABORT if num_tokens is None else FinishReason.STOP
-        self._pool._post(functools.partial(self.end, Ended(0, reason, self._stats)))
-
-    def leave(self) -> None:
-        """Close the stream."""
-        self._close()
-
-    def _close(self) -> None:
-        self._is_over = True
-        self._pool.discard(self)
-        if self._reading is not None:
-            self._reading.cancel()
-
-    def _try_another(self) -> None:
-        if self._pool.try_another(self):
-            self.open()
-        else:
-            limit = "is another one now than the one that this process has joined"
-            hint = "load the model again, or restart the server, and send the request again"
-            self.end(RequestFailed(EngineError("model", "of the cluster", limit, hint)))
+def _no_answer(application: str, error: Exception) -> EngineError:
+    limit = f"does not answer ({type(error).__name__}: {str(error)[:200]})"
+    return EngineError("cluster", application, limit, "serve status says more")
 
 
 def failure(application: str) -> str:
     """Return why the engines of an application will not answer; an empty string if they may."""
+    if not ray.is_initialized():
+        return "cannot be reached: this process has left the cluster"
     found = serve.status().applications.get(application)
     if found is None or found.status == "DELETING":
         return "is no application of this cluster"
@@ -347,11 +304,3 @@ async def _cancel_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _last(error: BaseException) -> Reply:
-    """Return the last reply for a stream that ended in an exception."""
-    text = f"({type(error).__name__}: {str(error)[:200]})"
-    if isinstance(error, EngineError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
-        return EngineLost(EngineError("replica", "gone", f"it is gone {text}"))
-    return RequestFailed(EngineError("replica", "answer", f"it could not answer {text}", "serve status says more"))

@@ -163,10 +163,11 @@ def _join(config: EngineConfig, cluster: str, resources: contextlib.ExitStack, p
         raise InvalidInputError("cluster", cluster, "needs Ray", "pip install 'langchain-card[ray]'")
     progress.update(f"wait for the engines of {cluster}", 0, 0)
     pool = plugins.find("pools", "ray", "cluster").make(cluster)
-    relay = Relay(pool, config.limits)
+    resources.callback(pool.close)
+    found: Description = pool.describe()
+    relay = Relay(pool, found.config.limits)
     resources.callback(relay.close)
     relay.start()
-    found: Description = pool.describe()
     for name in ("model", "acceptance", "steering", "adapters", "exact"):
         if (wanted := getattr(config, name)) != (given := getattr(found.config, name)):
             limit = f"is not what the engines of {cluster} have: {given!r}"

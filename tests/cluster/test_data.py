@@ -50,8 +50,9 @@ def answering() -> set[psutil.Process]:
 
 def kill_one(killed: set[psutil.Process]) -> None:
     """Kill an actor in the middle of its work."""
-    wait_until(lambda: bool(answering() - killed), 240)
-    victim = (answering() - killed).pop()
+    found: set[psutil.Process] = set()
+    wait_until(lambda: bool(found.update(answering() - killed) or found), 240)
+    victim = found.pop()
     victim.kill()
     killed.add(victim)
 

@@ -15,6 +15,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 
+from tests.support.processes import wait_until
+
 STORE_BYTES = 80 << 20
 
 
@@ -54,8 +56,10 @@ class Raylets:
 
     def remove_node(self) -> None:
         """Kill the raylet of a node with replicas, and their processes with it."""
+        _head, *others = self._cluster.list_all_nodes()
+        wait_until(lambda: bool({node.node_id for node in others} & {*self.replicas().values()}), 60)
         busy = {*self.replicas().values()}
-        node = next(node for node in self._cluster.list_all_nodes()[1:] if node.node_id in busy)
+        node = max(others, key=lambda node: node.node_id in busy)
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
@@ -73,6 +77,7 @@ def raylets(count: int, cpus: int) -> Iterator[Raylets]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONPATH": os.getcwd(),
             "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",  # else 15: replicas would starve beside other tests
         }.items():
             patch.setenv(name, value)
         made = Raylets(count, cpus)

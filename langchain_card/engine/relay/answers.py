@@ -102,6 +102,8 @@ class AnswerStreams:
             if not messages:
                 target = self._backend.health().get(TARGET, Health())
                 messages = [Alive() if target.ok else Lost(Failed("EngineError", f"its target hangs ({target})"))]
+            elif isinstance(messages[-1], NotServed) and self._backend.health()[TARGET].state == "given up":
+                messages = [*messages[:-1], Lost(messages[-1].error)]  # of all its requests, not of this one
             for message in messages:
                 yield message
             if isinstance(messages[-1], Lost):

@@ -146,7 +146,11 @@ class Relay:
         entry = self._open.get(request_id)
         if entry is None or entry.attempt is not None or (entry.paused and not self._draining):
             return
-        entry.attempt = self._pool.submit(entry.rest, functools.partial(self._receive, entry, entry.number))
+        try:
+            entry.attempt = self._pool.submit(entry.rest, functools.partial(self._receive, entry, entry.number))
+        except Exception as error:
+            log.exception("request %s could not be handed to an engine", request_id)
+            self._fail(request_id, EngineError("request", request_id, f"no engine could take it ({error})"))
 
     def _stop(self, request_id: int, num_tokens: int | None) -> None:
         if (entry := self._open.get(request_id)) is None:
