@@ -30,6 +30,7 @@ def started() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.getcwd())
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("RAY_worker_niceness", "0")
         try:
             ray.init("local", num_cpus=2, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
             ray.data.DataContext.get_current().enable_progress_bars = False

@@ -30,6 +30,7 @@ from tests.support.raylets import Raylets, raylets, stop_for_a_while, total_memo
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("default"),
 ]
@@ -200,7 +201,7 @@ def test_every_answer_is_a_single_engines_whatever_happens(
                 if number % 10 == 5:
                     memory.append(total_memory())
             deploy(changed, replace(REPLICAS, min_replicas=2, max_replicas=2), "card")
-            wait_until(lambda: len(cluster.replicas()) == 2, 60)
+            wait_until(lambda: len(cluster.replicas()) == 2, 120)
             time.sleep(2)
         finally:
             clients.end()

@@ -25,6 +25,7 @@ from tests.support.served import ServerProcess, numbers
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("default"),
 ]
@@ -61,9 +62,10 @@ def worked(process: psutil.Process) -> float:
 def test_a_server_with_engines_on_ray(fields: dict[str, Any], wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer goes on when its replica is killed; nothing of Ray is left when the server has ended."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     options = ("--model", fields["model"], "--draft-model", fields["draft_model"], "--dtype", "float64")
     on_ray = ("--ray", "--replicas", "2", "--cpus-per-replica", "1", "--no-isolate")
-    server = ServerProcess(*options, *on_ray)
+    server = ServerProcess(*options, *on_ray, seconds=400)
     children = psutil.Process(server.process.pid).children(recursive=True)
     replicas = [child for child in children if "ServeReplica:card" in " ".join(child.cmdline())]
     try:

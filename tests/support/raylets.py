@@ -46,7 +46,7 @@ class Raylets:
         replicas = found["deployments"]["EngineReplica"]["replicas"] if found else []
         return {each["pid"]: each["node_id"] for each in replicas if each["state"] == "RUNNING" and _runs(each["pid"])}
 
-    def wait_for(self, count: int, application: str = "card", seconds: float = 120) -> dict[int, str]:
+    def wait_for(self, count: int, application: str = "card", seconds: float = 300) -> dict[int, str]:
         """Return the replicas once as many are up."""
         deadline = time.monotonic() + seconds
         while len(found := self.replicas(application)) < count:
@@ -57,7 +57,7 @@ class Raylets:
     def remove_node(self) -> None:
         """Kill the raylet of a node with replicas, and their processes with it."""
         _head, *others = self._cluster.list_all_nodes()
-        wait_until(lambda: bool({node.node_id for node in others} & {*self.replicas().values()}), 60)
+        wait_until(lambda: bool({node.node_id for node in others} & {*self.replicas().values()}), 300)
         busy = {*self.replicas().values()}
         node = max(others, key=lambda node: node.node_id in busy)
         self._cluster.remove_node(node, allow_graceful=False)

@@ -130,7 +130,7 @@ def forever() -> asyncio.Future[None]:
 class ServerProcess:
     """A `langchain-card serve` in a process, on a free port; `said` holds its standard error."""
 
-    def __init__(self, *args: str, until: str = "running on") -> None:
+    def __init__(self, *args: str, until: str = "running on", seconds: float = 120) -> None:
         self._until = until
         command = [sys.executable, "-c", CLI, "serve", "--port", "0", *args]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -138,7 +138,7 @@ class ServerProcess:
         self.started = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self.started.wait(120), self.said
+        assert self.started.wait(seconds), self.said
         found = re.search(r"running on http://([^ ]*):(\d+)", self.said)
         self.url = f"http://127.0.0.1:{found[2]}" if found else ""
 
