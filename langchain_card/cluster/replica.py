@@ -9,8 +9,8 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.messages import TARGET, Reading
 from langchain_card.engine.engine import Engine
 from langchain_card.engine.relay.answers import Accepted, Alive, AnswerStreams, Lost, OtherModel
+from langchain_card.engine.relay.description import Description
 from langchain_card.engine.relay.messages import Began, Committed, Ended, NotServed, Submit
-from langchain_card.engine.relay.pool import Description
 from langchain_card.engine.transports.frames import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, Direction
 from langchain_card.ports import Health
 

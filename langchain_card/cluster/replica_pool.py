@@ -21,13 +21,14 @@ from ray.serve.exceptions import RayServeException
 
 from langchain_card.cluster.replica import DESCRIBED, FROM_REPLICA
 from langchain_card.cluster.replica_attempt import ReplicaAttempt
+from langchain_card.engine.relay.description import Description
 from langchain_card.engine.relay.messages import (
     EngineLost,
     Reply,
     RequestFailed,
     Submit,
 )
-from langchain_card.engine.relay.pool import ENGINE_REPLICA, Description
+from langchain_card.engine.relay.pool import ENGINE_REPLICA
 from langchain_card.errors import EngineError
 from langchain_card.ports import Health
 from langchain_card.runtime.kind import Kind

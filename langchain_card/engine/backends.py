@@ -19,7 +19,7 @@ from langchain_card.engine.build import start_driver
 from langchain_card.engine.draft_placement import place_draft
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.kinds import hash_models
-from langchain_card.engine.relay.pool import Description
+from langchain_card.engine.relay.description import Description
 from langchain_card.errors import InvalidInputError
 from langchain_card.models.budget import check_budget, free_bytes, weight_bytes
 from langchain_card.models.files import Progress

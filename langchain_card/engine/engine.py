@@ -36,7 +36,7 @@ from langchain_card.runtime.cpu import compilations
 from langchain_card.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from langchain_card.engine.relay.pool import Description
+    from langchain_card.engine.relay.description import Description
     from langchain_card.runtime.kind import Kind
 
 _DRAIN_POLL_SECONDS = 0.02

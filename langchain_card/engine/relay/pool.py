@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
-from langchain_card.config import EngineConfig
 from langchain_card.engine.relay.messages import Reply, Submit
 from langchain_card.ports import Health
 from langchain_card.runtime.kind import Kind
@@ -16,27 +14,6 @@ ENGINE_PROCESS, ENGINE_REPLICA = "engine process", "engine replica"
 
 PART = ": "
 """Separator between the name of one of several engines and the name of a worker in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What an engine elsewhere says of itself, so that a relay needs no files of its models.
-
-    Attributes:
-        config: of the engine, with all open values filled in.
-        kind: of the engine.
-        eos_ids, vocab_size, max_len: as in `models.loader.Pair`.
-        device: of the target.
-        tokenizer: the files of the target's tokenizer, by name.
-    """
-
-    config: EngineConfig
-    kind: Kind
-    eos_ids: tuple[int, ...]
-    vocab_size: int
-    max_len: int
-    device: str
-    tokenizer: dict[str, bytes]
 
 
 class Attempt(Protocol):
