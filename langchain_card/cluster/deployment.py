@@ -153,7 +153,7 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
         ray_actor_options={"num_cpus": taken["CPU"], "num_gpus": taken["GPU"]},
         graceful_shutdown_timeout_s=settings.drain_seconds,
         graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=2,
+        health_check_period_s=1,
         health_check_timeout_s=5,
         logging_config=LoggingConfig(enable_access_log=False),
         request_router_config=RequestRouterConfig(

@@ -180,13 +180,13 @@ def test_every_answer_is_a_single_engines_whatever_happens(
     changed = replace(config, limits=replace(config.limits, max_queue=100))
 
     def kill() -> None:
-        os.kill(dice.choice([*cluster.wait_for(2)]), signal.SIGKILL)
+        os.kill(dice.choice([*cluster.wait_for(1)]), signal.SIGKILL)
 
     def hang() -> None:
-        stop_for_a_while(dice.choice([*cluster.wait_for(2)]), 3.5)
+        stop_for_a_while(dice.choice([*cluster.wait_for(1)]), 3.5)
 
     def move() -> None:
-        cluster.wait_for(2)
+        cluster.wait_for(1)
         cluster.remove_node()
         cluster.add_node()
 
