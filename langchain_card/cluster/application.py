@@ -47,6 +47,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name="WebServer",
         num_replicas=servers,
         max_ongoing_requests=settings.max_requests,
+        health_check_period_s=1,
         graceful_shutdown_timeout_s=settings.deadline_seconds,  # its answers end with it
         ray_actor_options={"num_cpus": 0},  # the cores are for the engines
     )
@@ -68,7 +69,14 @@ class WebServer:
     def __serve_build_asgi_app__(self) -> FastAPI:
         application = serve.get_replica_context().app_name
         fields = {**self._fields, "cluster": application, "isolate": False, "replicas": 1}
-        return create_app(CARDChatModel(**fields), self._settings)
+        self._model = CARDChatModel(**fields)
+        return create_app(self._model, self._settings)
+
+    async def check_health(self) -> None:
+        """Raise if the engines have another model by now, so that Ray replaces this server; the next one joins them."""
+        states = {health.state for health in self._model.engine.health().values()}
+        if states == {"given up"}:
+            raise RuntimeError("the engines have another model than the one that this server has joined")
 
 
 def _taken(kind: type[T], args: dict[str, Any]) -> T:

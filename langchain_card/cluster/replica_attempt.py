@@ -81,6 +81,7 @@ class ReplicaAttempt:
                 pass
             case Accepted(kind):
                 self._kind, self.is_accepted = kind, True
+                self._pool.accept()
             case OtherModel():
                 self._try_another()
             case Lost(error):  # by an engine whose actor lives

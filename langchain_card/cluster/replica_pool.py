@@ -95,6 +95,7 @@ class ReplicaPool:
         self._moved: OrderedDict[str, int] = OrderedDict()
         self._next_check, self._suspect_until = math.inf, 0.0
         self._states: dict[str, int] = {}
+        self._has_other_model = False
         self._description: Description | None = None
         self.post: Callable[[Callable[[], None]], None] = lambda _: None
         self._closing = False
@@ -171,8 +172,13 @@ class ReplicaPool:
         return self._description.kind
 
     def health(self) -> dict[str, Health]:
-        """Return the health of the replicas, by number; those that answer come first."""
+        """Return the health of the replicas, by number; those that answer come first.
+
+        All are given up while they have another model than the one that was described.
+        """
         states = [name for name, known in _STATES.items() for state in known for _ in range(self._states.get(state, 0))]
+        if self._has_other_model:
+            states = ["given up"] * len(states)
         return {f"{ENGINE_REPLICA} {number}": Health(state) for number, state in enumerate(states or ["down"], 1)}
 
     def close(self) -> None:
@@ -247,7 +253,12 @@ class ReplicaPool:
     def try_another(self, attempt: ReplicaAttempt) -> bool:
         """Let the router choose another replica for a session; return False if enough were tried."""
         self.move(attempt)
-        return attempt.num_tries <= 2 * sum(self._states.values()) + 2
+        self._has_other_model = attempt.num_tries > 2 * sum(self._states.values()) + 2
+        return not self._has_other_model
+
+    def accept(self) -> None:
+        """Note that a replica has the model that was described."""
+        self._has_other_model = False
 
     def discard(self, attempt: ReplicaAttempt) -> None:
         """Forget an attempt that has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -92,20 +93,38 @@ def cluster() -> Iterator[Raylets]:
         yield made
 
 
-def test_an_application_behind_rays_proxy(
-    cluster: Raylets, fields: dict[str, Any], wanted: str, tmp_path: Path
-) -> None:
-    """Keys, and a server in an actor with its engines beside it."""
+def test_an_application_behind_rays_proxy(cluster: Raylets, wanted: str, tmp_path: Path) -> None:
+    """Keys; and a model that is exchanged in the middle of an answer: no text of both, then answers of the new one."""
+    now, next_one = make_pair(tmp_path / "pair"), make_pair(tmp_path / "next", seed=9)
+    with CARDChatModel(**next_one).load() as model:
+        other = str(model.invoke("What comes next?", **LENGTH).content)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
+    fields = {name: now[name] for name in ("model", "draft_model", "dtype")}
     arguments = {**fields, "api_key_file": str(keys), "cpus": "1", "insecure": "true", "deadline_seconds": 99}
     serve.run(build(arguments), name="web", blocking=False)
     url = f"http://127.0.0.1:{port}"
     assert httpx.get(f"{url}/v1/models").status_code == 401
-    with client(url, "secret") as http:
-        stream = http.chat.completions.create(model="target", messages=QUESTION, stream=True, **LENGTH)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == wanted
     assert httpx.get(f"{url}/health").json()["workers"]["engine replica 1"]["state"] == "up"
+    with client(url, "secret") as http:
+
+        def pieces() -> Iterator[str]:
+            stream = http.chat.completions.create(model="target", messages=QUESTION, stream=True, **LENGTH)
+            yield from (chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+        assert "".join(pieces()) == wanted
+        begun = pieces()
+        text = next(begun)
+        (tmp_path / "pair").rename(tmp_path / "old")
+        (tmp_path / "next").rename(tmp_path / "pair")
+        (pid,) = cluster.replicas("web")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(openai.APIError) as caught:
+            for piece in begun:
+                text += piece
+        assert caught.value.code == "engine_error" and wanted.startswith(text)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 60)  # of the server after that one
+        assert "".join(pieces()) == other

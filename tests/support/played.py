@@ -50,11 +50,13 @@ def played(say: Say, tokenizer: Any) -> Iterator[None]:
         yield
 
 
-def make_pair(folder: Path, template: str = "", tokens: Sequence[str] = (), *, special: bool = False) -> dict[str, Any]:
+def make_pair(
+    folder: Path, template: str = "", tokens: Sequence[str] = (), *, special: bool = False, seed: int = 0
+) -> dict[str, Any]:
     """Fields of a random pair with room for tools: its chat template, and what it has for tokens besides bytes."""
     config = tiny.CONFIGS["llama"]()
     config.max_position_embeddings = 16384
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     target = tiny.save_random(config, folder / "target")
     draft = tiny.make_draft(target, folder / "draft", noise=0.02)
     for path in (target, draft):
