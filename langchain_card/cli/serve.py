@@ -10,6 +10,7 @@ import gc
 import ipaddress
 import logging
 import logging.config
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -73,10 +74,11 @@ def register(subparsers: Any) -> None:
 
 def replica_bounds(text: str) -> tuple[int, int]:
     """Parse `--replicas`: a number, or the least and the most."""
-    low, _, high = text.partition(":")
-    if not low.isdecimal() or not (high or low).isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number, or MIN:MAX")
-    return int(low), int(high or low)
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 1 on, or MIN:MAX")
+    return low, high
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,14 +120,15 @@ def _engines(model: CARDChatModel, args: argparse.Namespace) -> Iterator[CARDCha
         return
     if find_spec("ray") is None:
         raise InvalidInputError("--ray", args.ray, "needs Ray", "pip install 'langchain-card[ray]'")
-    from langchain_card.cluster import ClusterSettings, deploy, joined_cluster, room
+    from langchain_card.cluster.deployment import ClusterSettings, check_model, check_room, deploy, joined_cluster
 
     low, high = args.replicas
     settings = ClusterSettings(low, high, cpus=args.cpus_per_replica, gpus=args.gpus_per_replica)
     with joined_cluster(args.ray or None, insecure=args.insecure):
-        if not args.ray and (most := room(settings)) < low:
-            hint = "--cpus-per-replica and --gpus-per-replica make them smaller, also by fractions"
-            raise InvalidInputError("--replicas", low, f"must be {most} at most on this machine", hint)
+        if args.ray:
+            check_model(model.engine_config(), args.application)
+        else:
+            check_room(settings)
         log.info("Ray's usage statistics are off; engines of the application %r start", args.application)
         deploy(model.engine_config(), settings, args.application)
         yield model.model_copy(update={"cluster": args.application, "isolate": False})

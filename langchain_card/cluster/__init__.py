@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from langchain_card.cluster.answers import Answers
     from langchain_card.cluster.application import build
-    from langchain_card.cluster.deployment import ClusterSettings, deploy, joined_cluster, room
+    from langchain_card.cluster.deployment import ClusterSettings, deploy, joined_cluster
 
 INSTALL = "pip install 'langchain-card[ray]'"
 """What installs the packages of the extra `ray`."""
@@ -18,10 +18,9 @@ _MODULES = {
     "build": "application",
     "deploy": "deployment",
     "joined_cluster": "deployment",
-    "room": "deployment",
 }
 
-__all__ = ["Answers", "ClusterSettings", "build", "deploy", "joined_cluster", "room"]
+__all__ = ["Answers", "ClusterSettings", "build", "deploy", "joined_cluster"]
 
 
 def __getattr__(name: str) -> Any:

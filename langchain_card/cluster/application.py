@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -10,9 +10,10 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 from ray import serve
 
+from langchain_card.chat.sampling_options import unknown_name
 from langchain_card.chat_model import CARDChatModel
-from langchain_card.cluster.deployment import ClusterSettings, check_tokens, engine_deployment
-from langchain_card.errors import InvalidInputError
+from langchain_card.cluster.deployment import MAX_REPLICAS, ClusterSettings, check_tokens, engine_deployment
+from langchain_card.errors import InvalidInputError, check_range
 from langchain_card.serve.app import create_app
 from langchain_card.serve.settings import Settings, read_keys
 
@@ -31,27 +32,40 @@ def build(args: dict[str, Any]) -> serve.Application:
         InvalidInputError: a field is unknown, or breaks a limit.
     """
     args = dict(args)
-    insecure = TypeAdapter(bool).validate_python(args.pop("insecure", False))
-    servers = TypeAdapter(int).validate_python(args.pop("servers", 1))
-    key_file = args.pop("api_key_file", None)
-    cluster, settings = _taken(ClusterSettings, args), _taken(Settings, args)
-    if key_file is not None:
-        settings = replace(settings, api_keys=read_keys(Path(key_file), "api_key_file"))
-    if not settings.api_keys and not insecure:
+    web, cluster, settings = _taken(_WebSettings, args), _taken(ClusterSettings, args), _taken(Settings, args)
+    known = ("model_name", *CARDChatModel.model_fields)
+    for name in args.keys() - {*known}:
+        names = [*known, *(field.name for kind in (_WebSettings, ClusterSettings, Settings) for field in fields(kind))]
+        raise unknown_name(name, args[name], "is no field of an application", names, "the guide to clusters has them")
+    if web.api_key_file is not None:
+        settings = replace(settings, api_keys=read_keys(web.api_key_file, "api_key_file"))
+    if not settings.api_keys and not web.insecure:
         hint = "give api_key_file; or insecure, if the network is your own"
         raise InvalidInputError("api_key_file", None, "is needed: other machines can reach the proxies of Ray", hint)
-    check_tokens(insecure)
+    check_tokens(web.insecure)
     model = CARDChatModel(**args)
     server: Any = serve.deployment(
         serve.ingress()(WebServer),
         name="WebServer",
-        num_replicas=servers,
+        num_replicas=web.servers,
         max_ongoing_requests=settings.max_requests,
         health_check_period_s=1,
         graceful_shutdown_timeout_s=settings.deadline_seconds,  # its answers end with it
         ray_actor_options={"num_cpus": 0},  # the cores are for the engines
     )
     return cast("serve.Application", server.bind(args, settings, engine_deployment(model.engine_config(), cluster)))
+
+
+@dataclass(frozen=True, slots=True)
+class _WebSettings:
+    """Fields of `build` that belong to the web application alone."""
+
+    insecure: bool = False
+    servers: int = 1
+    api_key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_range("servers", self.servers, 1, MAX_REPLICAS)
 
 
 class WebServer:

@@ -16,7 +16,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from langchain_card.cluster.replica import EngineReplica
-from langchain_card.cluster.replica_pool import DEPLOYMENT, failure
+from langchain_card.cluster.replica_pool import DEPLOYMENT, LOGS_HINT, ReplicaPool, failure
 from langchain_card.config import EngineConfig
 from langchain_card.errors import EngineError, InvalidInputError, check_range
 
@@ -36,6 +36,9 @@ WAITING_SHARE = 1.25
 OBJECT_STORE_BYTES = 200 << 20
 """Memory that a cluster started here keeps for Ray's objects: answers are streams and need next to none of it."""
 
+
+MAX_REPLICAS = 10_000
+"""Most replicas of an application."""
 
 CONNECT_SECONDS = 5.0
 """Longest time until the head of a cluster accepts a connection."""
@@ -59,7 +62,8 @@ class ClusterSettings:
     drain_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        check_range("min_replicas", self.min_replicas, 1, self.max_replicas, "max_replicas is the most")
+        check_range("max_replicas", self.max_replicas, 1, MAX_REPLICAS)
+        check_range("min_replicas", self.min_replicas, 1, self.max_replicas, "raise max_replicas, too")
         check_range("drain_seconds", self.drain_seconds, 0.0, 86_400.0)
         for name in ("cpus", "gpus"):
             if getattr(self, name) is not None:
@@ -83,16 +87,14 @@ def joined_cluster(address: str | None = None, *, insecure: bool = False) -> Ite
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    host, _, port = (address or "").rpartition(":")
+    if address is not None:
+        _check_address(address)
     try:
-        if host and port.isdecimal():  # Ray itself tries for minutes
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address=address or "local", **({} if address else own))
-    except (OSError, ValueError, RuntimeError, OverflowError) as error:
-        limit = f"cannot be joined ({str(error)[:300]})"
-        raise InvalidInputError(
-            "cluster", address, limit, "is the token the cluster's? ray status says more"
-        ) from error
+    except Exception as error:  # Ray's own have no common class
+        where = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+        limit = f"cannot be joined ({type(error).__name__}: {str(error)[:300]})"
+        raise InvalidInputError("--ray", address, limit, f"is the token in {where} the cluster's?") from error
     try:
         check_tokens(insecure)
         yield
@@ -100,6 +102,21 @@ def joined_cluster(address: str | None = None, *, insecure: bool = False) -> Ite
         if address is None:
             serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise `InvalidInputError` unless a cluster may have this address; Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or "/" in address or not port.isdecimal() or not 0 < int(port) < 65_536:
+        limit = "is no address of a cluster's head node"
+        raise InvalidInputError("--ray", address, limit, "HOST:PORT, or auto for the cluster that this machine is in")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        hint = f"start its head there: ray start --head --port {port}"
+        raise InvalidInputError("--ray", address, f"cannot be reached ({error})", hint) from error
 
 
 def check_tokens(insecure: bool) -> None:
@@ -120,8 +137,11 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
         application: its name: `CARDChatModel(cluster=application)` reaches it from any process of the cluster.
 
     Raises:
+        InvalidInputError: `application` is empty.
         EngineError: the engines could not be loaded.
     """
+    if not application:
+        raise InvalidInputError("application", application, "needs a name")
     serve.start(proxy_location="Disabled")
     if (most := room(settings)) < settings.min_replicas:
         log.warning("the nodes have room for %d replicas now; the others wait for more nodes, or other sizes", most)
@@ -130,7 +150,22 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
         serve.run(engines, name=application, route_prefix=None, blocking=False)
     except RuntimeError as error:
         limit = f"could not be started: {failure(application) or error}"
-        raise EngineError("cluster", application, limit, "serve status and the replicas' logs say more") from error
+        raise EngineError("cluster", application, limit, LOGS_HINT) from error
+
+
+def check_model(config: EngineConfig, application: str) -> None:
+    """Raise `InvalidInputError` if an application that answers has another model than `config` names.
+
+    Whoever wants to update it gives its own model; a stranger's application keeps its model.
+    """
+    found = serve.status().applications.get(application)
+    if found is None or found.status != "RUNNING":
+        return
+    with contextlib.closing(ReplicaPool(application)) as pool:
+        model = pool.describe().config.model
+    if model != config.model:
+        limit = f"is an application of this cluster that has another model: {model}"
+        raise InvalidInputError("--application", application, limit, "give another name, or its own model")
 
 
 def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.Application:
@@ -141,7 +176,7 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
     if config.limits.max_num_seqs is None:
         seats = 1 if config.exact == "strict" else SEATS
         config = replace(config, limits=replace(config.limits, max_num_seqs=seats))
-    seats, taken = config.limits.num_seqs, _resources(settings)
+    seats, taken = config.limits.num_seqs, resources(settings)
     scaling: dict[str, Any] = {"num_replicas": settings.min_replicas}
     if settings.max_replicas > settings.min_replicas:
         bounds = {"min_replicas": settings.min_replicas, "max_replicas": settings.max_replicas}
@@ -165,8 +200,8 @@ def engine_deployment(config: EngineConfig, settings: ClusterSettings) -> serve.
     return cast("serve.Application", deployment.bind(config))
 
 
-def _resources(settings: ClusterSettings) -> dict[str, float]:
-    """Return what a replica takes of a node."""
+def resources(settings: ClusterSettings) -> dict[str, float]:
+    """Return what a replica takes of a node, by Ray's names of resources."""
     nodes = _nodes()
     gpus = float(any("GPU" in node for node in nodes)) if settings.gpus is None else settings.gpus
     cores = [int(node.get("CPU", 0)) for node in nodes if node.get("GPU", 0) >= gpus]
@@ -176,8 +211,17 @@ def _resources(settings: ClusterSettings) -> dict[str, float]:
 
 def room(settings: ClusterSettings) -> int:
     """Return for how many replicas the nodes that the cluster has now are large enough."""
-    needs = [(name, value) for name, value in _resources(settings).items() if value]
+    needs = [(name, value) for name, value in resources(settings).items() if value]
     return sum(int(min((node.get(name, 0) // value for name, value in needs), default=1)) for node in _nodes())
+
+
+def check_room(settings: ClusterSettings) -> None:
+    """Raise `InvalidInputError` if the nodes are too small or too few for the least number of replicas."""
+    if (most := room(settings)) < settings.min_replicas:
+        taken = resources(settings)
+        limit = f"must be {most} at most here: a replica takes {taken['CPU']:g} cores and {taken['GPU']:g} GPUs"
+        hint = "--cpus-per-replica and --gpus-per-replica change that, also to fractions"
+        raise InvalidInputError("--replicas", settings.min_replicas, limit, hint)
 
 
 def _nodes() -> list[dict[str, float]]:

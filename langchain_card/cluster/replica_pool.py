@@ -36,6 +36,8 @@ from langchain_card.runtime.kind import Kind
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+LOGS_HINT = "its replicas' logs are in /tmp/ray/session_latest/logs/serve of their nodes"
+
 DEPLOYMENT = "EngineReplica"
 """Name of the deployment of engines in an application."""
 
@@ -87,8 +89,9 @@ class ReplicaPool:
         self._application = application
         try:
             self._handle = serve.get_deployment_handle(DEPLOYMENT, application)
-        except RayServeException as error:
-            raise _no_answer(application, error) from error
+        except (RayServeException, KeyError) as error:
+            limit = "is no application of this cluster"
+            raise EngineError("cluster", application, limit, "langchain-card serve --ray starts one") from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="card-replicas", daemon=True)
         self._attempts: set[ReplicaAttempt] = set()
@@ -200,7 +203,7 @@ class ReplicaPool:
         try:
             while not (await asyncio.wait([reply], timeout=POLL_SECONDS))[0]:
                 if limit := await asyncio.to_thread(failure, self._application):
-                    raise EngineError("cluster", self._application, limit, "serve status lists the applications")
+                    raise EngineError("cluster", self._application, limit, LOGS_HINT)
             description: Description = DESCRIBED.decode(reply.result())
         except (RayError, RayServeException) as error:
             raise _no_answer(self._application, error) from error
@@ -271,7 +274,7 @@ class ReplicaPool:
         if is_gone or isinstance(error, _StreamEnded | asyncio.CancelledError):
             is_leaving = self._states.get("STOPPING", 0) > 0
             return EngineLost(EngineError("replica", "gone", f"it is gone {text}"), died=not is_leaving)
-        return RequestFailed(EngineError("replica", "answer", f"it could not answer {text}", "serve status says more"))
+        return RequestFailed(EngineError("replica", "answer", f"it could not answer {text}", LOGS_HINT))
 
     def after_pause(self, act: Callable[[], None]) -> None:
         """Do something on the relay's thread a little later."""
@@ -290,7 +293,7 @@ class _StreamEnded(Exception):
 
 def _no_answer(application: str, error: Exception) -> EngineError:
     limit = f"does not answer ({type(error).__name__}: {str(error)[:200]})"
-    return EngineError("cluster", application, limit, "serve status says more")
+    return EngineError("cluster", application, limit, LOGS_HINT)
 
 
 def failure(application: str) -> str:

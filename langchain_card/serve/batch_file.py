@@ -100,7 +100,7 @@ class BatchInput:
 
     def _request(self, number: int, line: bytes) -> RequestLine:
         try:
-            value = from_json(line, allow_inf_nan=False)
+            value = from_json(line.rstrip(), allow_inf_nan=False)
         except ValueError as error:
             raise self.error(number, "", _shown(line), f"must be JSON in UTF-8; {error}") from error
         if not isinstance(value, dict):

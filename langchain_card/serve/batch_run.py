@@ -160,7 +160,7 @@ class BatchRun:
         try:
             response = await self._client.post(request.url, content=to_json(request.body), headers=headers)
         except httpx.RequestError as error:
-            message = f"{type(error).__name__}: {error}".rstrip(": ")
+            message = f"{self._client.base_url}: {type(error).__name__}: {error}".rstrip(": ")
             return _Failure("connection_error", message, again=True, unreachable=True)
         status, body = response.status_code, _object(response.content)
         if status in REFUSED_KEY:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from langchain_card import cluster
+from langchain_card.errors import InvalidInputError
 from tests.support.documents import ROOT, blocks_of
 
 PAGE = "docs/guides/cluster.md"
@@ -23,5 +23,5 @@ def test_the_file_for_serve_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     keys = tmp_path / "keys.txt"
     keys.write_text("secret")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with pytest.raises(ValidationError, match="nonsense = 1: is not a field"):
+    with pytest.raises(InvalidInputError, match="nonsense = 1: is no field"):
         cluster.build({**application.args, "api_key_file": str(keys), "nonsense": 1})

@@ -19,10 +19,11 @@ import pytest
 from ray import serve
 
 from langchain_card.cluster import ClusterSettings, deploy
+from langchain_card.cluster.deployment import check_model
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
-from langchain_card.errors import EngineError
+from langchain_card.errors import EngineError, InvalidInputError
 from langchain_card.limits import Limits
 from tests.support import tiny
 from tests.support.processes import wait_until
@@ -124,6 +125,16 @@ def one(cluster: Raylets, config: EngineConfig) -> Iterator[Engine]:
 def long_request(seed: int) -> tuple[list[int], SamplingParams]:
     no_end = ((TOKENIZER.eos_token_id, -100.0),)
     return REQUESTS[0][0], SamplingParams(max_tokens=900, temperature=1.0, seed=seed, session="long", logit_bias=no_end)
+
+
+def test_what_an_application_is_not(one: Engine, config: EngineConfig) -> None:
+    """A server that starts again updates its own application, and no other model's."""
+    check_model(config, "one")
+    check_model(replace(config, model="another"), "two")
+    with pytest.raises(InvalidInputError, match="--application = 'one': is an application of this cluster that has an"):
+        check_model(replace(config, model="another"), "one")
+    with pytest.raises(EngineError, match="cluster = 'two': is no application of this cluster"):
+        Engine(EngineConfig(config.model, cluster="two"))
 
 
 def test_a_client_that_leaves_frees_its_seat(one: Engine) -> None:

@@ -38,6 +38,7 @@ def test_replicas_share_out_the_cores_of_all_nodes(cores: list[int], replicas: i
     ("fields", "said"),
     [
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas = 3: must be a whole number between 1 and 2"),
+        ({"min_replicas": 0, "max_replicas": 0}, "max_replicas = 0: must be a whole number between 1 and 10,000"),
         ({"drain_seconds": -1.0}, "drain_seconds = -1.0: must be"),
         ({"cpus": -1.0}, "cpus = -1.0: must be"),
     ],
@@ -58,8 +59,8 @@ def test_a_cluster_without_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_numbers_of_replicas() -> None:
     assert replica_bounds("3") == (3, 3) and replica_bounds("2:8") == (2, 8)
-    for text in ("", "x", "2:y", ":8", "-1"):
-        with pytest.raises(argparse.ArgumentTypeError, match="must be a number, or MIN:MAX"):
+    for text in ("", "x", "2:y", ":8", "-1", "2:", "0", "3:2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a number from 1 on, or MIN:MAX"):
             replica_bounds(text)
 
 
@@ -69,8 +70,9 @@ def test_numbers_of_replicas() -> None:
         (("--replicas", "1:2"), "--replicas = '1:2': changes with the load on Ray only. Hint: add --ray"),
         (("--application", "x"), "--application = 'x': goes with --ray only"),
         (("--cpus-per-replica", "2"), "--cpus-per-replica = 2.0: goes with --ray only"),
-        (("--ray", "--replicas", "3:2"), "min_replicas = 3: must be a whole number between 1 and 2"),
-        (("--ray", "127.0.0.1:1"), "cluster = '127.0.0.1:1': cannot be joined ([Errno 111] Connection refused)"),
+        (("--ray", "127.0.0.1:1"), "--ray = '127.0.0.1:1': cannot be reached ([Errno 111] Connection refused)"),
+        (("--ray", "ray://10.0.0.1:10001"), "--ray = 'ray://10.0.0.1:10001': is no address of a cluster's head node"),
+        (("--ray", "10.0.0.1"), "--ray = '10.0.0.1': is no address of a cluster's head node. Hint: HOST:PORT, or auto"),
     ],
 )
 def test_options_that_do_not_go_together(options: tuple[str, ...], said: str, capsys: Any, tmp_path: Path) -> None:
@@ -82,7 +84,10 @@ def test_options_that_do_not_go_together(options: tuple[str, ...], said: str, ca
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"insecure": "true", "modell": "x"}, "modell"),
+        ({"insecure": "true", "modell": "x"}, "modell = 'x': is no field of an application. Hint: did you mean model"),
+        ({"insecure": "true", "min_replica": 2}, "min_replica = 2: .* Hint: did you mean min_replicas"),
+        ({"insecure": "true", "servers": "0"}, "servers = 0: must be a whole number between 1 and 10,000"),
+        ({"insecure": "perhaps"}, "insecure\n.*valid boolean"),
         ({"insecure": "true", "min_replicas": "2"}, "min_replicas = 2: must be a whole number between 1 and 1"),
         ({}, "api_key_file = None: is needed: other machines can reach the proxies of Ray"),
         ({"api_key_file": "/no/keys"}, "api_key_file = '/no/keys': cannot be read"),
