@@ -156,7 +156,7 @@ def deploy(config: EngineConfig, settings: ClusterSettings, application: str = "
 def check_model(config: EngineConfig, application: str) -> None:
     """Raise `InvalidInputError` if an application that answers has another model than `config` names.
 
-    Whoever wants to update it gives its own model; a stranger's application keeps its model.
+    An update needs the application's own model, so that a server never replaces the model of another one.
     """
     found = serve.status().applications.get(application)
     if found is None or found.status != "RUNNING":
