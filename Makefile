@@ -65,7 +65,7 @@ explore: setup ## many more interleavings, schedules and tokens than `make test`
 	@CARD_EXPLORE=1 $(BIN)/python -m pytest -k "explor or planted or invariant or exact or random_schemas or every_answer"
 
 # Folders whose tests run engines.
-SIMULATED = tests/engine tests/drafters tests/constraints tests/acceptance tests/decisions
+SIMULATED = tests/engine tests/drafters tests/heads tests/constraints tests/acceptance tests/decisions
 PLACEMENTS ?= "two devices" "one device" "target over both" "draft on the CPU"
 EXECUTIONS ?= eager graphs
 

@@ -163,9 +163,9 @@ def option(action: argparse.Action) -> tuple[str, str, str]:
 
 
 FOLDERS = (
-    "", "core", "constraints", "runtime", "runtime/cpu", "runtime/cpu/blocks", "models", "text", "acceptance",
-    "drafters", "drafters/ngram", "engine", "engine/transports", "engine/relay", "engine/isolated", "chat", "decisions",
-    "testing", "bench", "bench/peers", "serve", "serve/openai", "serve/langserve", "serve/page", "cluster",
+    "", "core", "constraints", "runtime", "runtime/cpu", "runtime/cpu/blocks", "models", "text", "heads", "acceptance",
+    "drafters", "drafters/ngram", "engine", "engine/transports", "engine/relay", "engine/isolated", "train", "chat",
+    "decisions", "testing", "bench", "bench/peers", "serve", "serve/openai", "serve/langserve", "serve/page", "cluster",
     "cli",
 )  # fmt: skip
 """The folders of the package, in the order of its layers."""

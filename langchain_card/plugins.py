@@ -31,6 +31,7 @@ PlugInKind: TypeAlias = Literal["drafters", "acceptance", "steering", "pools"]
 _BUILTIN: Mapping[PlugInKind, Mapping[str, str]] = {
     "drafters": {
         "forced": "langchain_card.drafters.forced:ForcedDrafter",
+        "head": "langchain_card.drafters.head:HeadDrafter",
         "ngram": "langchain_card.drafters.ngram.drafter:NgramDrafter",
     },
     "acceptance": {

@@ -34,6 +34,7 @@ from langchain_card.limits import Limits
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from langchain_card.runtime.heads import TargetView
     from langchain_card.runtime.kind import Kind
 
 
@@ -89,6 +90,8 @@ class Drafter(Protocol):
             the children of a node that it expanded counts as unlikely.
         trusted: optional, False by default: whether a lossy rule may work with it.
         of_grammars: optional, False by default: whether it works for requests with a grammar only.
+        reads_target: optional, False by default: whether it reads states of the target (`Setting.target`). Its steps
+            are then taken on the target's thread, one by one under every schedule.
         looks_ahead: optional, False by default: whether it obeys `Budget.ahead` and `Budget.whole`, so that it may work
             below another drafter.
     """
@@ -188,6 +191,7 @@ class Setting:
         constrain: opens a grammar (`SamplingParams.grammar`) at the start of an answer. Given to a drafter, it never
             raises: a grammar that fails is logged, and allows everything.
         limits: the engine's.
+        target: the target, for drafters whose class sets `reads_target`; None in another process.
     """
 
     vocab_size: int = 2**31
@@ -197,6 +201,7 @@ class Setting:
     tokenizer: Any = None
     constrain: Callable[[str], Constraint] = _unconstrained
     limits: Limits = field(default_factory=Limits)
+    target: TargetView | None = None
 
 
 class Target(Protocol):

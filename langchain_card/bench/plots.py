@@ -273,3 +273,23 @@ def _label(
     patches = [Patch(color=colour, label=words) for words, colour in _LEGEND.items()]
     figure.legend(handles=patches, loc="upper center", ncol=3, frameon=False, fontsize=7, handlelength=1.2)
     figure.subplots_adjust(left=0.17, right=0.99, top=0.86, bottom=0.12)
+
+
+def plot_curve(curve: Sequence[tuple[float, int, float]], path: Path, title: str) -> None:
+    """Draw a training into a file: tokens a pass over minutes, and over tokens that were trained on."""
+    seconds, tokens, lengths = zip(*curve, strict=True)
+    figure, [axes] = panels(7.2, 2.8, columns=2)
+    for panel, xs, label in zip(
+        axes, ([each / 60 for each in seconds], tokens), ("minutes of training", "tokens trained on"), strict=True
+    ):
+        panel.plot(xs, lengths, "o-", color=HIT, ms=3, lw=1.2)
+        panel.set_xlabel(label, size=8)
+        panel.tick_params(labelsize=7)
+        panel.axhline(1.0, color=OTHER, lw=0.8, ls=":")
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+    axes[0].set_ylabel("tokens a pass, held out", size=8)
+    axes[1].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    figure.suptitle(title, size=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=160)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from langchain_card import __version__
 from langchain_card.errors import CARDError
 
-COMMANDS = ("chat", "serve", "batch", "models", "bench", "ngrams", "plan", "trace", "doctor")
+COMMANDS = ("chat", "serve", "batch", "models", "bench", "ngrams", "train", "plan", "trace", "doctor")
 """Modules of the commands, in the order of `--help`; they import heavy packages inside `run`."""
 
 

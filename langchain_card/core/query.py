@@ -26,12 +26,14 @@ class DrafterTraits:
         paced: whether its steps cost device time; if so, `sequential` weighs each one.
         from_model: whether its scores are a language model's.
         of_grammars: whether it works for requests with a grammar only.
+        reads_target: whether its steps are taken on the target's thread, so that they never overlap a pass.
     """
 
     name: str
     paced: bool
     from_model: bool = False
     of_grammars: bool = False
+    reads_target: bool = False
 
 
 class Query:
@@ -59,12 +61,16 @@ class Query:
         effects: list[m.Effect] = []
         for load in dict.fromkeys(loads):
             group = [state for state, other in zip(states, loads) if other == load and state.output_ids]  # noqa: B905
-            if load.schedule == "parallel":
+            if not self._in_turns(load):
                 for state in group:
                     self._await_draft(state, load, now)
             else:
                 effects += self._grant_in_turns([state for state in group if not self.drafts(state)], load, now)
         return effects
+
+    def _in_turns(self, load: Load) -> bool:
+        """Return whether target and drafters take turns: by the schedule, or because a drafter reads the target."""
+        return load.schedule != "parallel" or any(traits.reads_target for traits in self.drafters.values())
 
     def _await_draft(self, state: RequestState, load: Load, now: float) -> None:
         """Let a round wait for a draft that is at work, if that pays."""
@@ -108,7 +114,7 @@ class Query:
         threads meanwhile.
         """
         paced, max_read = self.drafters[name].paced, 0
-        if paced and load.schedule != "parallel":
+        if paced and self._in_turns(load):
             return DraftGrant()
         if paced:
             max_read = self._read_budget(state, name, load)

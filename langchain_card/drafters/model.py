@@ -74,7 +74,9 @@ class RankChances:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class DraftSequence:
+    """A request's text, tree and sampler."""
+
     request_id: int
     tenant: str
     tree: DraftTree
@@ -85,10 +87,10 @@ class _Sequence:
 
 
 @dataclass(slots=True)
-class _Part:
+class StepPart:
     """A request's part of a step, and the reading before it: its seconds, tokens read, and tokens left."""
 
-    sequence: _Sequence
+    sequence: DraftSequence
     step: DraftStep
     reading: float = 0.0
     read: int = 0
@@ -129,7 +131,7 @@ class ModelDrafter:
         self._runner, self._constrain, self._lower = runner, constrain, lower
         self._vocab_size, self._vocabulary, self._context = vocab_size, vocabulary, context
         self._num_children = num_children
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, DraftSequence] = {}
         self._ranks: dict[float, RankChances] = {}
 
     def begin(self, request: Request, output_ids: Sequence[int]) -> None:
@@ -143,7 +145,7 @@ class ModelDrafter:
         sampler.commit(output_ids)
         ranks = None if request.params.greedy else self._ranks_at(request.params.temperature)
         text = self._shorten([*request.prompt_ids, *output_ids])
-        opened = _Sequence(request.request_id, request.params.tenant, tree, text, None, sampler, ranks)
+        opened = DraftSequence(request.request_id, request.params.tenant, tree, text, None, sampler, ranks)
         self._sequences[request.request_id] = opened
         if self._lower is not None:
             self._lower.begin(request, output_ids)
@@ -203,11 +205,11 @@ class ModelDrafter:
         if self._lower is not None:
             self._lower.close()
 
-    def _plan(self, budget: Budget, sequence: _Sequence) -> _Part:
+    def _plan(self, budget: Budget, sequence: DraftSequence) -> StepPart:
         """Plan a request's part of a step; of a text that is much longer than a step, read what the budget allows."""
         tree = sequence.tree
         if len(sequence.text) + self._runner.num_scratch > self._runner.max_len:
-            return _Part(sequence, DraftStep(tree, budget))  # the text is longer than the draft's context
+            return StepPart(sequence, DraftStep(tree, budget))  # the text is longer than the draft's context
         if sequence.cache is None:
             sequence.cache = self._runner.open(sequence.text[:-1], sequence.tenant)
         cache, unread = sequence.cache, sequence.text[sequence.cache.length :]
@@ -219,10 +221,10 @@ class ModelDrafter:
             self._runner.synchronize()  # else the next step would wait for it, and seem to take as long
             unread, reading = unread[read:], time.perf_counter() - begun
             if len(unread) > CATCH_UP_ROWS:
-                return _Part(sequence, DraftStep(tree, budget), reading, read, len(unread))
-        return _Part(sequence, DraftStep.plan(tree, budget, unread, self._in_vocabulary), reading, read)
+                return StepPart(sequence, DraftStep(tree, budget), reading, read, len(unread))
+        return StepPart(sequence, DraftStep.plan(tree, budget, unread, self._in_vocabulary), reading, read)
 
-    def _forward(self, parts: Sequence[_Part]) -> Tensor:
+    def _forward(self, parts: Sequence[StepPart]) -> Tensor:
         """Run one pass over the rows of all parts; return their logits, in order."""
         batch, num_rows = list[Rows](), list[int]()
         for part in parts:
@@ -262,7 +264,7 @@ class ModelDrafter:
         return self._ranks.setdefault(round(temperature, 1), RankChances(self._num_children))
 
     @torch.inference_mode()
-    def _expand(self, parts: Sequence[_Part], logits: Tensor) -> None:
+    def _expand(self, parts: Sequence[StepPart], logits: Tensor) -> None:
         """Find the likeliest children after the rows of all parts; `logits` has the same rows in order."""
         best: list[Tensor] = []
         sizes = [part.step.num_rows for part in parts]
@@ -276,7 +278,7 @@ class ModelDrafter:
             part.step.settle([*itertools.islice(children, size)])
 
     def _best_children(
-        self, sequence: _Sequence, token_paths: Sequence[tuple[int, ...]], logits: Tensor
+        self, sequence: DraftSequence, token_paths: Sequence[tuple[int, ...]], logits: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return chances and tokens [rows, children], by log q when greedy, by the perturbed score when sampling."""
         own_logits = logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from langchain_card.core.controller import Controller
 from langchain_card.core.coordinator import Coordinator
 from langchain_card.engine.drafter_hosts import needs_process, setting_of, transport_makers
 from langchain_card.engine.driver import Driver
-from langchain_card.engine.kinds import KindFinder
+from langchain_card.engine.kinds import KindFinder, hash_model
 from langchain_card.engine.plugin_drafters import choose
 from langchain_card.engine.prefix_folder import PrefixFolder, dependencies
 from langchain_card.engine.target_worker import TargetWorker
@@ -27,8 +28,10 @@ from langchain_card.models.loader import ModelSpec, Pair, acquire_model, release
 from langchain_card.models.store import PREFIXES, default_cache
 from langchain_card.ports import AcceptanceRule, Constraint, Observer
 from langchain_card.runtime.adapters import Adapters
+from langchain_card.runtime.heads import PassObserver, TargetView
 from langchain_card.runtime.kind import measure
 from langchain_card.runtime.runner import ModelRunner
+from langchain_card.runtime.taps import Taps
 from langchain_card.runtime.threads import ThreadPlan, num_cores, use_threads
 
 log = logging.getLogger(__name__)
@@ -60,19 +63,23 @@ def start_driver(
     setting = setting_of(config, pair, constrain)
     rule: AcceptanceRule = plugins.find("acceptance", config.acceptance).make(setting)
     steering = None if config.steering is None else plugins.find("steering", config.steering).make(setting)
-    for_drafters = replace(setting, constrain=DraftGrammars(constrain).start)
+    view = TargetView(functools.partial(hash_model, pair.target))
+    for_drafters = replace(setting, constrain=DraftGrammars(constrain).start, target=view)
     beside, below = choose(config, for_drafters, resources)
-    model = _acquire(pair.target, resources)
+    view.model = model = _acquire(pair.target, resources)
+    for chosen in beside:
+        chosen.read_target()
     drafts = [] if pair.draft is None or apart else [_acquire(spec, resources) for spec in (pair.draft, *pair.stack)]
     threads = ThreadPlan(
         target_on_cpu=pair.target.device.type == "cpu",
         draft_on_cpu=pair.draft is not None and pair.draft.device.type == "cpu",
     )
+    taps = _taps(view, resources)
     strict, adapters = config.exact == "strict", _adapters(config, model, resources)
     target = ModelRunner(
         model,
         max_len=pair.max_len,
-        num_scratch=limits.max_window,
+        num_scratch=limits.max_window + (0 if (observer := view.observer) is None else observer.num_scratch),
         num_seqs=limits.num_seqs,
         execution=config.execution_on(pair.target.device.type),
         width=limits.max_window if strict else None,
@@ -80,8 +87,12 @@ def start_driver(
         adapters=adapters,
         on_capture=_captures(progress, "target"),
         priority=-1,
+        taps=taps,
+        more_layers=0 if observer is None else observer.num_layers,
     )
-    prefixes = _prefixes(config, pair.target, target, resources)
+    if observer is not None:
+        observer.bind(target)
+    prefixes = _prefixes(config, pair.target, target, observer, resources)
 
     def set_threads(schedule: str) -> None:
         use_threads(threads.target(schedule), in_torch=pair.target.form == "float")
@@ -92,6 +103,8 @@ def start_driver(
 
     def make_target() -> TargetWorker:
         target.pool.forget()
+        if observer is not None:
+            observer.forget()
         return TargetWorker(
             target,
             set_threads,
@@ -101,6 +114,7 @@ def start_driver(
             rule=rule,
             steering=steering,
             prefixes=prefixes,
+            observer=observer,
         )
 
     captures = _captures(progress, "draft")
@@ -145,15 +159,29 @@ def _adapters(config: EngineConfig, model: Any, resources: contextlib.ExitStack)
     return adapters
 
 
+def _taps(view: TargetView, resources: contextlib.ExitStack) -> Taps | None:
+    """Return the taps of what reads the target, on the model until `resources` is closed; None without it."""
+    if view.observer is None:
+        return None
+    taps = Taps(view.model, view.observer.taps)
+    resources.callback(taps.remove)
+    return taps
+
+
 def _prefixes(
-    config: EngineConfig, spec: ModelSpec, target: ModelRunner, resources: contextlib.ExitStack
+    config: EngineConfig,
+    spec: ModelSpec,
+    target: ModelRunner,
+    observer: PassObserver | None,
+    resources: contextlib.ExitStack,
 ) -> PrefixFolder | None:
     """Return the folder of prefixes; None without one, or with a warning if it cannot be used."""
     if config.prefix_cache != "folder":
         return None
     folder = default_cache() / PREFIXES
+    needs = dependencies(spec, config) + (observer.digest if observer is not None else "")
     try:
-        prefixes = PrefixFolder(folder, target, dependencies(spec, config), config.limits.max_prefix_bytes)
+        prefixes = PrefixFolder(folder, target, needs, config.limits.max_prefix_bytes)
     except OSError as error:
         log.warning("no prefixes are kept: %s cannot be used (%s)", folder, error)
         return None

@@ -86,8 +86,9 @@ def transport_makers(
     """
     makers: dict[DrafterTraits, Callable[[Driver], Transport]] = {}
     for chosen in beside:
-        make = functools.partial(_local_transport, chosen.make, threads, True, setting.constrain)
-        if chosen.source.paced and config.draft_transport == "process":
+        in_torch = not chosen.source.reads_target or pair.target.form == "float"
+        make = functools.partial(_local_transport, chosen.make, threads, in_torch, setting.constrain)
+        if chosen.source.paced and not chosen.source.reads_target and config.draft_transport == "process":
             arguments = {**_setting_arguments(setting, pair.target.folder, threads), "spec": chosen.spec}
             make = functools.partial(_process_transport, chosen.source.name, PLUGIN_FACTORY, arguments)
         makers[chosen.source] = make
@@ -206,7 +207,7 @@ def _local_transport(
         constrain,
     )
     on_death = functools.partial(driver.report_death, drafter.name)
-    if drafter.paced:
+    if drafter.paced and not getattr(drafter, "reads_target", False):
         return ThreadTransport(worker, name=drafter.name, on_death=on_death)
     return InlineTransport(worker, name=drafter.name, on_death=on_death)
 

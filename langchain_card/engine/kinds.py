@@ -63,6 +63,12 @@ def hash_models(config: EngineConfig, pair: Pair) -> None:
         ModelStore().content_hash(source)
 
 
+def hash_model(spec: ModelSpec) -> str:
+    """Return the hash of a model's files (`ModelStore.content_hash`)."""
+    store = ModelStore()
+    return store.content_hash(store.source(spec.name, spec.folder))
+
+
 def _sources(config: EngineConfig, pair: Pair) -> list[tuple[ModelSpec, Path]]:
     """Return the models that decide an answer's text, each with its GGUF file or folder."""
     drafts = (pair.draft, *pair.stack) if config.lossy and pair.draft is not None else ()

@@ -38,7 +38,12 @@ class ChosenDrafter:
 
     def prepare(self) -> None:
         """Make the first instance, so that bad options fail early; not if its steps cost device time (and memory)."""
-        if not self.source.paced:
+        if not self.source.paced and not self.source.reads_target:
+            self._first.append(self.make())
+
+    def read_target(self) -> None:
+        """Make the first instance of a drafter that reads the target, whose model is loaded by now."""
+        if self.source.reads_target:
             self._first.append(self.make())
 
     def make(self) -> Drafter:
@@ -70,6 +75,8 @@ def choose(
     beside, below = list[ChosenDrafter](), None
     for spec in dict.fromkeys((*config.modelless_drafters, *implied)):
         chosen = ChosenDrafter(spec, "drafters", setting)
+        if chosen.source.reads_target:
+            _check_reading(chosen.source.name, config)
         name, others = chosen.source.name, [other.source.name for other in beside]
         if spec == "forced" and name in others:
             continue  # a plug-in of that name replaces it
@@ -89,6 +96,16 @@ def choose(
     return beside, below
 
 
+def _check_reading(name: str, config: EngineConfig) -> None:
+    """Raise `InvalidInputError` if a drafter cannot read the target's states."""
+    if config.draft_transport == "process":
+        limit = f"cannot host {name}, which reads the target's states in this process"
+        raise InvalidInputError("draft_transport", config.draft_transport, limit, 'use "auto"')
+    if config.execution == "compiled":
+        limit = f"has no place for {name} to read states between compiled layers"
+        raise InvalidInputError("execution", config.execution, limit, 'use "graphs"')
+
+
 def _split_memory(setting: Setting, names: list[str]) -> Setting:
     """Divide `max_ngram_bytes` among all n-gram drafters."""
     most, count = setting.limits.max_ngram_bytes, max(1, names.count(NGRAM))
@@ -100,5 +117,5 @@ def _split_memory(setting: Setting, names: list[str]) -> Setting:
 
 def source_of(factory: Any) -> DrafterTraits:
     """Return the core's description of the drafters that a factory makes."""
-    optional = {name: getattr(factory, name, False) for name in ("from_model", "of_grammars")}
+    optional = {name: getattr(factory, name, False) for name in ("from_model", "of_grammars", "reads_target")}
     return DrafterTraits(factory.name, factory.paced, **optional)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from langchain_card.engine.prefix_folder import BLOCK, PrefixFolder
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Constraint, Steering
 from langchain_card.runtime.guide import Guide
+from langchain_card.runtime.heads import ObservedRows, PassObserver
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
@@ -86,6 +88,7 @@ class TargetWorker:
         rule: of acceptance, which may measure the logits; the exact rule by default.
         steering: transforms the logits, if given.
         prefixes: texts are loaded from it and saved to it, if given.
+        observer: sees each pass, if given.
     """
 
     def __init__(
@@ -99,8 +102,9 @@ class TargetWorker:
         rule: AcceptanceRule | None = None,
         steering: Steering | None = None,
         prefixes: PrefixFolder | None = None,
+        observer: PassObserver | None = None,
     ) -> None:
-        self._runner, self._constrain = runner, constrain
+        self._runner, self._constrain, self._observer = runner, constrain, observer
         self._set_threads = set_threads
         self._max_rows, self._in_place = max_rows, in_place
         self._rule: AcceptanceRule = rule or ExactRule()
@@ -118,6 +122,8 @@ class TargetWorker:
         self._begun.pop(request_id, None)
         self._windows.pop(request_id, None)
         sequence = self._sequences.pop(request_id, None)
+        if self._observer is not None:
+            self._observer.end(request_id)
         if sequence is not None:
             self._runner.close(sequence.cache)
             if self._prefixes is not None:
@@ -143,11 +149,15 @@ class TargetWorker:
         self._set_threads("parallel" if any(window.drafting for _, window in due) else "sequential")
         started, read = time.perf_counter(), self._load([sequence for sequence, _ in due])
         texts, verified = self._share_out([pair for pair in due if pair[0].loading is None])
-        logits = self._runner.step([*texts, *(self._rows(*pair) for pair in verified)])
+        windows = [self._rows(*pair) for pair in verified]
+        logits = self._runner.step([*texts, *windows])
         if self._steering is not None and verified:
             histories = [history for pair in verified for history in _histories(*pair)]
             logits = apply_steering(self._steering, logits, histories)
         target_ids, closed, logprobs = _choose(verified, logits)
+        if self._observer is not None:
+            with _unread_on_failure(texts):
+                self._observer.observe([*self._observed_texts(due, texts), *_observed(verified, windows, target_ids)])
         by_window = torch.split(logits, [*map(len, target_ids)])
         measured = self._measured(verified, logits, target_ids)
         read += sum(len(rows.token_ids) for rows in texts)
@@ -183,8 +193,14 @@ class TargetWorker:
         sampler = Sampler(params, begin.request.prompt_ids, guide)
         sampler.commit(begin.output_ids)
         cache = self._runner.open(text[:-1], params.tenant, params.adapter)
+        self._reread(cache)
         loading = None if self._prefixes is None else self._prefixes.load(cache, text[:-1])
         return _Sequence(begin, cache, sampler, loading, known=cache.length, cached=cache.length)
+
+    def _reread(self, cache: KVCache) -> None:
+        """Drop the last position of a known prefix: what a head has there depends on the token that followed it."""
+        if self._observer is not None:
+            del cache.token_ids[-1:]
 
     def _load(self, sequences: Sequence[_Sequence]) -> int:
         """Load the next blocks of texts, of the oldest text first; return how many tokens.
@@ -198,9 +214,19 @@ class TargetWorker:
                     return loaded
                 if (length := next(sequence.loading, None)) is None:
                     sequence.loading = None
+                    self._reread(sequence.cache)
                 else:
                     sequence.cached, loaded = length, loaded + BLOCK
         return loaded
+
+    def _observed_texts(self, due: Sequence[_Due], texts: Sequence[Rows]) -> list[ObservedRows]:
+        """Return the texts of a pass for a head: each row with the token that follows."""
+        sequences, observed = {id(sequence.cache): sequence for sequence, _ in due}, list[ObservedRows]()
+        for rows in texts:
+            begin = sequences[id(rows.cache)].begin
+            text, after = (*begin.request.prompt_ids, *begin.output_ids), rows.start + 1
+            observed.append(ObservedRows(begin.request.request_id, rows, text[after : after + len(rows.token_ids)]))
+        return observed
 
     def _rows(self, sequence: _Sequence, window: Window) -> Rows:
         first = sequence.first_slot(window, in_place=self._in_place)
@@ -265,6 +291,27 @@ def _choose(
         known = [max(token, 0) for token in ids]  # those after damaged logits are never handed out
         logprobs.append(() if count is None else token_logprobs(window_logits, known, count))
     return target_ids, closed, logprobs
+
+
+@contextlib.contextmanager
+def _unread_on_failure(texts: Sequence[Rows]) -> Iterator[None]:
+    """Count texts as unread if they could not be observed: the pass is repeated after a lack of memory."""
+    try:
+        yield
+    except Exception:
+        for rows in texts:
+            del rows.cache.token_ids[rows.start :]
+        raise
+
+
+def _observed(
+    verified: Sequence[_Due], windows: Sequence[Rows], target_ids: Sequence[Sequence[int]]
+) -> list[ObservedRows]:
+    """Return the windows of a pass for a head: each row with the token that the target chose."""
+    return [
+        ObservedRows(window.request_id, rows, [max(token, 0) for token in ids], window)
+        for (_, window), rows, ids in zip(verified, windows, target_ids, strict=True)
+    ]
 
 
 def label_logprobs(logits: Tensor, window: Window, request: Request) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ from langchain_card.models.quantization import find_quantizer, quantized_bytes
 from langchain_card.models.safety import weight_files
 from langchain_card.runtime.families import empty_model, kv_shape, read_config
 from langchain_card.runtime.grid_attention import MAX_GRAPH_ROWS
+from langchain_card.runtime.heads import NO_OBSERVER, ObserverNeeds
 from langchain_card.runtime.runner import TEXT_CHUNK
 
 FIXED_RESERVE = 256 << 20
@@ -113,7 +114,8 @@ def check_budget(
 
 def needs_of(pair: Pair, target_scratch: int, draft_scratch: int) -> list[ModelNeeds]:
     """Return what each model of a pair takes; the arguments are those of `check_budget`."""
-    parts = [ModelNeeds("target", pair.target, target_scratch, adapters=pair.adapter_bytes)]
+    scratch = target_scratch + pair.observers.scratch
+    parts = [ModelNeeds("target", pair.target, scratch, adapters=pair.adapter_bytes, observers=pair.observers)]
     if pair.draft is not None:
         parts.append(ModelNeeds("draft", pair.draft, draft_scratch))
     parts += [ModelNeeds(f"stack {n} ({spec.name})", spec, draft_scratch) for n, spec in enumerate(pair.stack, 1)]
@@ -161,6 +163,7 @@ class ModelNeeds:
         scratch: unverified rows of a sequence.
         expected: config and bytes of the weights of a model that is not on this machine; None to read them.
         adapters: bytes of adapters.
+        observers: memory of what reads its states.
 
     Attributes:
         weights: bytes of parameters; 0 if the process has loaded them already, or another level of the stack loads
@@ -175,8 +178,10 @@ class ModelNeeds:
         scratch: int,
         expected: tuple[Any, int] | None = None,
         adapters: int = 0,
+        observers: ObserverNeeds = NO_OBSERVER,
     ) -> None:
-        self.role, self.spec, self.scratch, self.adapters = role, spec, scratch, adapters
+        self.role, self.spec, self.scratch = role, spec, scratch
+        self.adapters, self.observers = adapters, observers
         if expected is None:
             expected = read_config(spec.folder), 0 if is_loaded(spec) else weight_bytes(spec)
         self._config, self.weights = expected[0].get_text_config(), expected[1]
@@ -188,6 +193,7 @@ class ModelNeeds:
         """Return the bytes of KV of one sequence with this many positions, prompt and answer together."""
         positions = min(positions, int(self._config.max_position_embeddings))
         shape = kv_shape(self._config)
+        shape = replace(shape, layers=shape.layers + self.observers.layers)
         if self.spec.integer_kv:  # `runtime.cpu.integer_kv`: 2 bytes in keys and 1 in values, and 3 scales for both
             slots = _round_up(positions, _INTEGER_BLOCK) + _round_up(self.scratch, _INTEGER_BLOCK)
             width = _round_up(shape.head_dim, _INTEGER_TILE)
@@ -227,6 +233,7 @@ class _Load:
         sizes = {f"{part.role} weights": round(part.weights * of[part][0]) for part in self.parts}
         sizes |= {f"{part.role} KV": round(num_seqs * part.kv(positions) * of[part][1]) for part in self.parts}
         sizes |= {f"{part.role} adapters": round(part.adapters * of[part][0]) for part in self.parts if part.adapters}
+        sizes |= {f"{part.role} head": part.observers.weights for part in self.parts if part.observers.weights}
         return sizes | {"working memory": FIXED_RESERVE + sum(part.working(positions) for part in self.parts)}
 
     def fits(self, num_seqs: int, positions: int) -> bool:

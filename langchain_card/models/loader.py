@@ -29,6 +29,7 @@ from langchain_card.runtime import draft_form
 from langchain_card.runtime.attention import ATTENTION_NAME, register
 from langchain_card.runtime.families import check_family, context_length, empty_model, is_common, read_config
 from langchain_card.runtime.grid_steps import compile_layers
+from langchain_card.runtime.heads import NO_OBSERVER, ObserverNeeds, observer_needs
 from langchain_card.runtime.threads import single_threaded
 
 if TYPE_CHECKING:
@@ -95,9 +96,9 @@ class Pair:
         eos_ids: tokens that end an answer.
         vocab_size: upper bound of the ids of the target and of the models with its vocabulary.
         max_len: positions per sequence.
-        vocabularies: for the draft and each model below it, the map from the target's ids to its own; None if they
-            have one vocabulary.
+        vocabularies: for the draft and each model below it, the map from the target's ids; None if they share them.
         adapter_bytes: memory of the target's adapters.
+        observers: memory of what reads the target's states.
     """
 
     target: ModelSpec
@@ -109,6 +110,7 @@ class Pair:
     vocabularies: tuple[VocabularyMap | None, ...] = ()
     stack: tuple[ModelSpec, ...] = ()
     adapter_bytes: int = 0
+    observers: ObserverNeeds = NO_OBSERVER
 
     @property
     def vocabulary(self) -> VocabularyMap | None:
@@ -154,8 +156,8 @@ def resolve(
         raise InvalidInputError("max_model_len", wanted, f"{config.model} was trained for {max_len:,} positions")
     ends, specs = end_ids(target.folder, tokenizer), [spec for spec, _ in drafts]
     draft, vocabularies = specs[0] if specs else None, tuple(vocabulary for _, vocabulary in drafts)
-    size = adapters_bytes(config.adapters)
-    return Pair(target, draft, tokenizer, ends, vocab_size, wanted, vocabularies, tuple(specs[1:]), size)
+    more = adapters_bytes(config.adapters), observer_needs(config.modelless_drafters)
+    return Pair(target, draft, tokenizer, ends, vocab_size, wanted, vocabularies, tuple(specs[1:]), *more)
 
 
 def find_drafts(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from langchain_card.runtime.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class Rows:
         paths: per row, the slots of its unverified ancestors from `start` on, ending with its own slot; the row's
             position is `start + len(path) - 1`. These are scratch slots, or the slots of the positions themselves if
             windows are chains (`exact="strict"`). None for the next tokens of a text, which go to their positions.
+        features: [rows, features] of a head's rows (`heads.model`); None for other models.
         ask: whether the logits after a text's last token are wanted; those of unverified rows always are.
     """
 
@@ -28,6 +32,7 @@ class Rows:
     start: int
     paths: Sequence[tuple[int, ...]] | None = None
     ask: bool = False
+    features: Tensor | None = None
 
     @property
     def wanted(self) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from langchain_card.runtime.adapters import NONE, Adapters
 from langchain_card.runtime.families import KVShape, decoder_layers, kv_shape
-from langchain_card.runtime.grid_steps import GridSteps
+from langchain_card.runtime.grid_steps import GridSteps, StepOutput, joined
 from langchain_card.runtime.kv_cache import GridKV, KVCache, KVPool, TensorKV
 from langchain_card.runtime.rows import Rows
+from langchain_card.runtime.taps import Taps
 
 TEXT_CHUNK = 512
 """Largest number of tokens that `prefill` reads in one step."""
@@ -35,11 +36,16 @@ class ModelRunner:
             the same arithmetic, in any dtype (`exact="strict"`).
         integer_kv: whether keys and values are integers (`IntegerKV`); for float32 activations, without grids.
         adapters: of the model, which sequences may use.
+        taps: of the model, or None.
+        target: runner whose KV and stream it shares: a head's layers are further layers of it. None for its own.
+        more_layers: number of layers that heads add to the pool.
         on_capture: called before each capture with the number of steps that are captured, and of all.
         priority: of the work on CUDA, -1 for work that goes first where two models share a device.
 
     Attributes:
         pool: the sequences' KV.
+        states: [taps, rows, features] of all rows of the last step, in order, if there are taps. On CUDA they are valid
+            until the next step.
     """
 
     def __init__(
@@ -53,35 +59,48 @@ class ModelRunner:
         width: int | None = None,
         integer_kv: bool = False,
         adapters: Adapters | None = None,
+        taps: Taps | None = None,
+        target: ModelRunner | None = None,
+        more_layers: int = 0,
         on_capture: Callable[[int, int], None] = lambda done, total: None,
         priority: int = 0,
     ) -> None:
         self.model = model
         self.max_len = max_len
-        self.num_scratch, self._adapters = num_scratch, adapters
+        self.num_scratch, self._adapters, self._taps = num_scratch, adapters, taps
+        self.states: Tensor | None = None
         config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
         devices = [next(layer.parameters()).device for layer in decoder_layers(model)]
+        devices += devices[-1:] * more_layers
         shape, in_grids = kv_shape(config), width is not None or execution is not None or self.device.type == "cuda"
+        shape = replace(shape, layers=shape.layers + more_layers)
         # Attention over a number of keys that is no multiple of 8 has no fast kernel on CUDA.
         store, align = _floats(shape, devices, self.dtype, num_seqs if in_grids else None), 8 if in_grids else 1
         if integer_kv and not in_grids:
             from langchain_card.runtime.cpu.integer_kv import BLOCK_SLOTS, IntegerKV  # imports numba
 
             store, align = functools.partial(IntegerKV, **asdict(shape)), BLOCK_SLOTS
-        self.pool = KVPool(
-            store, max_len=max_len, num_scratch=num_scratch, num_seqs=num_seqs, compact=in_grids, align=align
-        )
+        self._is_head = target is not None
         self._stream: Any = None
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        self.pool: KVPool[Any]
+        if target is not None:
+            self.pool, self._stream = target.pool, target._stream
+        else:
+            self.pool = KVPool(
+                store, max_len=max_len, num_scratch=num_scratch, num_seqs=num_seqs, compact=in_grids, align=align
+            )
+            if self.device.type == "cuda":
+                self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         self._grids: GridSteps | None = None
         for device in {*devices, self.device}:
             _finish_writes(device)
         if in_grids:
-            self._grids = GridSteps(model, self.pool, window=self._sliding_window, width=width, adapters=adapters)
+            self._grids = GridSteps(
+                model, self.pool, window=self._sliding_window, width=width, adapters=adapters, taps=taps
+            )
             if self._stream is not None and execution != "eager" and {*devices} == {self.device}:
                 self._grids.capture(self._stream, on_capture)
         else:
@@ -91,6 +110,11 @@ class ModelRunner:
             self._row_stable = plan
         # A mask of four dimensions is taken as ready-made, which skips transformers' own mask building.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
+
+    @property
+    def in_grids(self) -> bool:
+        """Whether steps are over fixed grids."""
+        return self._grids is not None
 
     def open(self, token_ids: Sequence[int] = (), tenant: str = "", adapter: str = "") -> KVCache:
         """Open a sequence; a prefix that is known from the tenant's texts with this adapter is committed already."""
@@ -155,17 +179,17 @@ class ModelRunner:
         with self.on_stream():
             logits = self._any_rows(batch) if self._grids is None else self._in_grids(batch, self._grids)
         for rows in batch:
-            if rows.paths is None:
+            if rows.paths is None and not self._is_head:
                 rows.cache.token_ids += rows.token_ids
         return logits
 
     def _in_grids(self, batch: Sequence[Rows], grids: GridSteps) -> Tensor:
-        by_rows: dict[int, Tensor] = {}
+        found: dict[int, StepOutput] = {}
         for group in ([rows for rows in batch if rows.paths is None], [rows for rows in batch if rows.paths]):
             if group:
-                logits = torch.split(grids.run(group), [len(rows.wanted) for rows in group])
-                by_rows |= {id(rows): part for rows, part in zip(group, logits, strict=True)}
-        return torch.cat([by_rows[id(rows)] for rows in batch]) if len(batch) > 1 else by_rows[id(batch[0])]
+                found |= {id(rows): output for rows, output in zip(group, grids.run(group), strict=True)}
+        logits, self.states = joined([found[id(rows)] for rows in batch])
+        return logits
 
     def _any_rows(self, batch: Sequence[Rows]) -> Tensor:
         wanted: list[int] = []
@@ -180,13 +204,25 @@ class ModelRunner:
             "use_cache": False,
             "step": self._row_stable.plan_step(batch),
         }
-        with self._with_adapters(batch):
+        if batch[0].features is not None:
+            inputs["features"] = torch.cat([rows.features for rows in batch if rows.features is not None])[None]
+        with self._with_adapters(batch), self._with_taps():
             if not wanted:
                 self.model.get_decoder()(**inputs)
                 return torch.empty(0, self.model.config.get_text_config().vocab_size)
             keep = 0 if len(wanted) == num_rows else torch.tensor(wanted)
             logits: Tensor = self.model(**inputs, logits_to_keep=keep).logits[0]
         return logits
+
+    @contextlib.contextmanager
+    def _with_taps(self) -> Iterator[None]:
+        """Keep the states of a pass."""
+        if self._taps is None:
+            yield
+            return
+        with self._taps.on():
+            yield
+        self.states = self._taps.states
 
     def _with_adapters(self, batch: Sequence[Rows]) -> contextlib.AbstractContextManager[None]:
         """Return a context for a pass in which each row uses the adapter of its sequence."""

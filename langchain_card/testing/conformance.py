@@ -69,6 +69,7 @@ class DrafterConformance(DrafterContract):
             drafter.paced if paced is None else paced,
             getattr(drafter, "of_grammars", False),
             getattr(drafter, "from_model", False),
+            getattr(drafter, "reads_target", False),
         )
 
     # Answers.

@@ -141,6 +141,7 @@ class Factory:
     paced: bool
     of_grammars: bool = False
     from_model: bool = False
+    reads_target: bool = False
     made: int = 0
 
     def __call__(self, setting: Setting) -> Drafter:

@@ -13,7 +13,7 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") f
 TESTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py")}
 MAX_LINES = 400
 MAX_FILES = 18
-MAX_TOP_FILES, MAX_TOP_FOLDERS = 8, 15
+MAX_TOP_FILES, MAX_TOP_FOLDERS = 8, 17
 
 
 def test_files_are_short() -> None:

@@ -27,6 +27,7 @@ class Scope:
         widths: draft steps granted with a correction.
         eos: token that ends a text; -1 for none.
         begun: tokens of each answer that come with its request.
+        reads_target: True if the last drafter reads the target, so that its steps are on the target's thread.
         last_paced: False if the last drafter is not paced, so that it works in every round, as prompt lookup does.
         last_from_model: False if the last drafter's scores are not a model's.
         text: tokens that each drafter reads before it drafts, one a step.
@@ -52,6 +53,7 @@ class Scope:
     widths: tuple[int, ...] = (1,)
     eos: int = -1
     begun: int = 0
+    reads_target: bool = False
     last_paced: bool = True
     last_from_model: bool = True
     text: int = 0

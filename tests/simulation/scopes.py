@@ -67,6 +67,9 @@ EXHAUSTIVE = [
         may_fail=True,
         limits=Limits(max_num_seqs=1, max_window=2, max_lead=1, max_tree_nodes=2, max_queue=2, max_deaths=1),
     ),
+    Scope("a drafter reads the target", max_tokens=5, reads_target=True, faults={"kill": 1, "lose": 1}, limits=WIDE),
+    Scope("two requests, it reads the target", requests=2, max_tokens=3, reads_target=True, limits=SMALL),
+    Scope("it reads the target, schedules change", schedule="auto", turns=True, reads_target=True, limits=SMALL),
     Scope("draining", requests=2, max_tokens=2, faults={"drain": 1, "kill": 1}, may_fail=True, limits=SMALL),
 ]
 

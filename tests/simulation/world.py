@@ -38,7 +38,8 @@ class World:
         names = [f"draft{i}" for i in range(1, scope.drafters + 1)]
         self.numbers = {name: i for i, name in enumerate(names, 1)}
         traits = [DrafterTraits(name, paced=True, from_model=True) for name in names]
-        traits[-1] = replace(traits[-1], paced=scope.last_paced, from_model=scope.last_from_model)
+        last = {"paced": scope.last_paced, "from_model": scope.last_from_model, "reads_target": scope.reads_target}
+        traits[-1] = replace(traits[-1], **last)
         policy = FixedPolicy(scope.widths, read=1, late=scope.text > 0, turns=scope.turns)
         self.core = Coordinator(traits, scope.limits, policy)
         self.target: ToyTarget | None = ToyTarget(self.model)
@@ -100,7 +101,7 @@ class World:
         for name, draft in self.drafts.items():
             if draft.inbox:
                 yield ("command", name)
-            if draft.may_step:
+            if draft.may_step and not (self.scope.reads_target and self.windows is not None):  # one thread for both
                 yield ("step", name)
             if draft.outbox:
                 yield ("proposal", name)

@@ -26,6 +26,7 @@ from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm, LinearPart
 from langchain_card.runtime.cpu.row_attention import Seen
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.rows import AttentionOptions
+from langchain_card.runtime.taps import taps_of_pass
 
 if TYPE_CHECKING:
     from langchain_card.runtime.attention import StepPlan
@@ -167,18 +168,26 @@ class FusedStack(nn.Module):
         kv = IntegerKV(1, layers=len(self.stacked_layers), kv_heads=self._stack.num_kv_heads, head_dim=head_dim)
         seen = Seen(zero, zero, zero + 1, zero[:0], zero)
         with cores() as team:
-            row_layers.decode(x, self._stack, self._none, angles, angles, arrays(kv), seen, team)
+            row_layers.decode(x, self._stack, 0, 1, self._none, angles, angles, arrays(kv), seen, team)
 
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
     ) -> Tensor:
-        """Run all layers: [1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
+        """Run all layers: [1, rows, features] -> the same; cosines and sines are [1, rows, head_dim].
+
+        They run in one call, or in pieces that end with the tapped layers.
+        """
         if not isinstance(step, RowStablePlan):
             for layer in self.stacked_layers:
                 hidden = layer(hidden, position_embeddings=position_embeddings, step=step)
             return hidden
-        hidden = hidden.clone()
-        step.decode(self._stack, _adapters(self, self._none), hidden, *position_embeddings)
+        hidden, adapters, first = hidden.clone(), _adapters(self, self._none), 0
+        if (taps := taps_of_pass()) is not None:
+            for tapped in taps.layers:
+                step.decode(self._stack, range(first, tapped + 1), adapters, hidden, *position_embeddings)
+                taps.take(tapped, hidden)
+                first = tapped + 1
+        step.decode(self._stack, range(first, len(self.stacked_layers)), adapters, hidden, *position_embeddings)
         return hidden
 
     def lay_out_adapters(self, layers: str, take: TakeAdapters) -> dict[nn.Module, LayerAdapters]:

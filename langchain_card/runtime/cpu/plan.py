@@ -52,11 +52,14 @@ class RowStablePlan:
                 out = row_attention.attend(q, k, v, kv.layers[layer].numpy(), self.seen, heads, team)
         return torch.from_numpy(out)[None].to(query.dtype)
 
-    def decode(self, stack: Stack, adapters: LayerAdapters, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Run all layers in one call.
+    def decode(
+        self, stack: Stack, layers: range, adapters: LayerAdapters, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
+        """Run layers in one call.
 
         Args:
             stack: the model's layers.
+            layers: those to run, without gaps.
             adapters: of all layers.
             hidden: [1, rows, features]; replaced by the output.
             cos: [1, rows, head_dim], cosines of the rows' positions.
@@ -64,8 +67,8 @@ class RowStablePlan:
         """
         with cores() as team:
             row_layers.decode(
-                hidden[0].numpy(), stack, adapters, cos[0].numpy(), sin[0].numpy(), arrays(self.pool.kv), self.seen,
-                team,
+                hidden[0].numpy(), stack, layers.start, layers.stop, adapters, cos[0].numpy(), sin[0].numpy(),
+                arrays(self.pool.kv), self.seen, team,
             )  # fmt: skip
 
 

@@ -73,13 +73,16 @@ class KV(NamedTuple):
 
 @compiled()
 def decode(
-    x: Array, stack: Stack, adapters: LayerAdapters, cos: Array, sin: Array, kv: KV, seen: Seen, team: Team
-) -> None:
-    """Run all layers.
+    x: Array, stack: Stack, first: int, stop: int, adapters: LayerAdapters, cos: Array, sin: Array, kv: KV, seen: Seen,
+    team: Team,
+) -> None:  # fmt: skip
+    """Run layers from `first` to before `stop`.
 
     Args:
         x: [rows, features]; replaced by the output.
         stack: the model's layers.
+        first: the first layer to run.
+        stop: the first layer after them.
         adapters: of all layers.
         cos: [rows, head_dim], cosines of the rows' positions.
         sin: [rows, head_dim], sines of the rows' positions.
@@ -91,7 +94,7 @@ def decode(
     q = np.empty((rows, stack.num_heads, size), np.float32)
     k = np.empty((rows, stack.num_kv_heads, size), np.float32)
     v = np.empty_like(k)
-    for i in range(len(stack.norms)):
+    for i in range(first, stop):
         own = low_rank.of_layer(adapters, i)
         heads(
             x, stack.norms[i, 0], stack.eps[i, 0], one(stack.qkv, i), own, stack.bias[i], cos, sin, stack.head_norms[i],
