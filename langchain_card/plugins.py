@@ -90,6 +90,11 @@ def register(kind: PlugInKind, name: str, factory: Callable[..., Any]) -> None:
     _registered[kind, name] = factory
 
 
+def unregister(kind: PlugInKind, name: str) -> None:
+    """Undo `register`, if it was called."""
+    _registered.pop((kind, name), None)
+
+
 def names(kind: PlugInKind) -> tuple[str, ...]:
     """Return the names of all plug-ins of a kind."""
     registered = [name for registered_kind, name in _registered if registered_kind == kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from langchain_card import plugins
 from langchain_card.bench import machine
 from langchain_card.bench.method import PeakMemory
 from langchain_card.bench.prompts import user_prompt
@@ -24,11 +26,14 @@ from langchain_card.config import EngineConfig, Schedule
 from langchain_card.core.controller import Controller
 from langchain_card.core.policy import Load
 from langchain_card.core.request import RequestStats, SamplingParams
+from langchain_card.drafters.head import HeadDrafter
 from langchain_card.engine.draft_placement import compare, may_choose
 from langchain_card.engine.drafter_hosts import SCRATCH
 from langchain_card.engine.driver import Driver
 from langchain_card.engine.engine import Engine
+from langchain_card.engine.kinds import hash_model
 from langchain_card.errors import EngineError
+from langchain_card.heads.folder import describe, find_head
 from langchain_card.models.budget import ModelNeeds, check_needs, disk_bytes, free_bytes, needs_of, total_bytes
 from langchain_card.models.files import Silent
 from langchain_card.models.loader import ModelSpec, Pair
@@ -96,6 +101,25 @@ def about_kernels(pair: Pair) -> Iterator[str]:
         yield f"Its integer products use {kind}{slower}; a row's result does not depend on its neighbours."
     elif pair.target.device.type == "cpu" and pair.target.dtype == torch.float32:
         yield "On a CPU, blocks of 8 or 4 bits are several times as fast: quantization='int8' or 'int4'."
+
+
+def about_head(config: EngineConfig, pair: Pair) -> Iterator[str]:
+    """Describe the head that drafts, if one does.
+
+    Raises:
+        InvalidInputError: there is none, or it is one of another target.
+    """
+    for spec in config.modelless_drafters:
+        if plugins.name_of(spec) == HeadDrafter.name:
+            file = str(plugins.find("drafters", spec).options.get("file", ""))
+            folder = find_head(file, functools.partial(hash_model, pair.target))
+            head = describe(folder)
+            yield f"The head, {folder}, has {head['weights']:,} weights of the kind {head['kind']}."
+            if "answers" in head:
+                yield (
+                    f"It learned from {head['answers']:,} tokens of the target's answers. On others, a pass that "
+                    f"checks its candidates yields {head['accepted_length']:.2f} tokens."
+                )
 
 
 def about_vocabulary(pair: Pair) -> Iterator[str]:

@@ -16,9 +16,10 @@ from langchain_card.bench.bounds import Measured
 from langchain_card.bench.plan import MAX_BLOCK, Case, Edge, Plan
 from langchain_card.bench.prompts import user_prompt
 from langchain_card.bench.step_times import SIZES, check_curve, curves, interpolate, monotone
-from langchain_card.bench.teacher_forced import check_same_vocabulary, logits_along, shared_model
+from langchain_card.bench.teacher_forced import check_same_vocabulary, logits_along, predict_with_head, shared_model
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import Request, SamplingParams
+from langchain_card.drafters.head import HeadDrafter
 from langchain_card.drafters.lower_level import GuessRequest, LowerLevel
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
@@ -178,8 +179,15 @@ def _predict_with_model(spec: ModelSpec, pair: Pair, answers: Sequence[AnsweredP
 
 def _predict_with_drafter(spec: str, config: EngineConfig, pair: Pair, answers: Sequence[AnsweredPrompt]) -> Curve:
     """Add the predictions of a drafter without a model. Returns its seconds per call, as a curve."""
+    plugin = plugins.find("drafters", spec)
+    if plugin.name == HeadDrafter.name:
+        texts = [(answer.prompt_ids, answer.token_ids) for answer in answers]
+        drafted, step, after = predict_with_head(str(plugin.options.get("file", "")), pair, texts, DEPTH)
+        for answer, places in zip(answers, drafted, strict=True):
+            answer.predictions.append(places)
+        return {1: max(step, after)}  # the first token of a chain takes no step, but what follows each pass
     setting = Setting(pair.vocab_size, pair.max_len, 1, pair.eos_ids, pair.tokenizer, limits=config.limits)
-    drafter = plugins.find("drafters", spec).make(setting)
+    drafter = plugin.make(setting)
     level, spent, calls = LowerLevel(drafter, 1, pair.vocab_size), 0.0, 0
     for number, answer in enumerate(answers):
         request = Request(number, answer.prompt_ids, SamplingParams(), pair.eos_ids)

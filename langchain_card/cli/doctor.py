@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     print_section("This machine", doctor.about_machine())
     with ConsoleProgress() as progress:
         pair = resolve(config, progress)
-    print_section("The models", [*doctor.about_kernels(pair), *doctor.about_vocabulary(pair)])
+    print_section(
+        "The models", [*doctor.about_kernels(pair), *doctor.about_vocabulary(pair), *doctor.about_head(config, pair)]
+    )
     print_section("Memory", doctor.about_memory(pair, config))
     for line in doctor.about_room(pair, config):
         screen.print(f"  {line}")

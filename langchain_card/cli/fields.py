@@ -31,21 +31,26 @@ SETS = "own (default), copying, code, maths, chat, multilingual or humaneval, or
 """Help of `--prompts`: the values that it accepts."""
 
 
-def add_engine_fields(parser: argparse.ArgumentParser) -> None:
-    """Add the options of models, devices and number formats."""
-    draft = default_draft_model() or "none"
+def add_target_fields(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the target, its device and its number format."""
     parser.add_argument("--model", default=default_model(), help="target model (%(default)s)")
-    parser.add_argument("--draft-model", default=draft, help='draft model, "ngram" or "none" (%(default)s)')
     parser.add_argument("--device", default="auto", help="of the target: auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--draft-device", default="auto", help="of the draft")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and activations")
-    stored = "of keys and values: auto (integers with weights in blocks), int8 (CPU), float"
-    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help=stored)
     parser.add_argument(
         "--quantization",
         default="auto",
         help="of weights: auto, file, int8, int4, none, or a transformers config (JSON)",
     )
+
+
+def add_engine_fields(parser: argparse.ArgumentParser) -> None:
+    """Add the options of models, devices and number formats."""
+    draft = default_draft_model() or "none"
+    add_target_fields(parser)
+    parser.add_argument("--draft-model", default=draft, help='draft model, "ngram" or "none" (%(default)s)')
+    parser.add_argument("--draft-device", default="auto", help="of the draft")
+    stored = "of keys and values: auto (integers with weights in blocks), int8 (CPU), float"
+    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES, help=stored)
     parser.add_argument(
         "--draft-context",
         type=_tokens_or_all,

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from langchain_card.chat.progress import ConsoleProgress
-from langchain_card.config import EngineConfig, default_model
+from langchain_card.config import EngineConfig
 from langchain_card.errors import check_choice, check_range
-from langchain_card.limits import Limits
 
 KINDS = ("eagle", "specformer")
-
-SEATS = 32
-"""Prompts that are answered at once."""
-
-MAX_LEN = 1024
-"""Positions of a text that is recorded."""
 
 
 def register(subparsers: Any) -> None:
     """Add `train` and its options."""
+    from langchain_card.cli.fields import add_target_fields
+
     parser = subparsers.add_parser("train", help="train a head, which drafts from the target's own states")
     parser.add_argument("head", metavar="HEAD", help=f"kind: {', '.join(KINDS)}")
-    parser.add_argument("--model", default=default_model(), help="target (%(default)s)")
+    add_target_fields(parser)
     own = "prompts, JSON lines with prompt or messages; self has the target write them (%(default)s)"
     parser.add_argument("--data", default="self", metavar="FILE", help=own)
     length = parser.add_mutually_exclusive_group()
@@ -39,28 +35,35 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and say what the head is worth."""
+    """Train a head, and print what it is worth."""
     from langchain_card.cli.fields import check_output
 
     check_choice("HEAD", args.head, KINDS)
     hours = 1.0 if args.hours is None and args.tokens is None else args.hours
-    check_range("--hours", hours or 1.0, 0.001, 1000.0)
-    check_range("--tokens", args.tokens or 1000, 1000, 10**9)
+    if hours is not None:
+        check_range("--hours", hours, 0.001, 1000.0)
+    if args.tokens is not None:
+        check_range("--tokens", args.tokens, 1000, 10**9)
     check_range("--max-disk", args.max_disk, 0.1, 10_000.0)
     check_output("--plot", args.plot, ".png")
     if args.plot is not None:
         from langchain_card.bench import plots  # fails before the work, where matplotlib is absent
     from langchain_card.train.run import TrainingOptions, train_head
 
-    options = TrainingOptions(args.head, args.model, hours, args.tokens, int(args.max_disk * 1e9), args.bits)
-    config = EngineConfig(args.model, None, max_model_len=MAX_LEN, limits=Limits(max_num_seqs=SEATS))
     data = None if args.data == "self" else Path(args.data)
+    options = TrainingOptions(args.head, args.model, hours, args.tokens, int(args.max_disk * 1e9), args.bits, data)
+    quantization = None if args.quantization == "none" else args.quantization
+    config = EngineConfig(args.model, None, device=args.device, dtype=args.dtype, quantization=quantization)
     with ConsoleProgress() as progress:
 
         def report(stage: str, share: float, more: str) -> None:
             progress.update(stage, min(100, int(100 * share)), 100, lambda percent: f"{percent} %", more)
 
-        head = train_head(options, config, data, args.out, report, resume=args.resume)
+        try:
+            head = train_head(options, config, args.out, progress, report, resume=args.resume)
+        except KeyboardInterrupt:
+            print(f"the same command with --resume goes on with {args.out}", file=sys.stderr)
+            raise
     if args.plot is not None:
         plots.plot_curve(head["curve"], args.plot, f"{args.head} for {args.model}")
     print(f"{args.out}: {head['accepted_length']:.2f} tokens a pass, by {head['answers']:,} tokens of answers")

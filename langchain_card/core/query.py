@@ -90,6 +90,7 @@ class Query:
         """Grant one step of each drafter, which all of its requests share, to those for which it pays."""
         effects: list[m.Effect] = []
         granted, grant = set[int](), self.policy.grant(load, hit=True)
+        grant = grant._replace(widths=grant.widths[-1:])
         for name in (name for name, drafter in self.drafters.items() if drafter.paced):
             open_ = [state for state in states if name in state.drafters]
             unread = [state for state in open_ if state.drafters[name].unread]

@@ -6,23 +6,23 @@ step reads the nodes that it expands, with the head's own output in place of the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from langchain_card.core.request import Request
 from langchain_card.drafters.draft_step import DraftStep
 from langchain_card.drafters.model import DraftSequence, ModelDrafter, StepPart
 from langchain_card.errors import InvalidInputError
-from langchain_card.heads.folder import head_bytes, load_head
+from langchain_card.heads.folder import find_head, head_bytes, head_digest, load_head
 from langchain_card.heads.model import NUM_LAYERS
 from langchain_card.ports import Budget, Setting
-from langchain_card.runtime.heads import NUM_SCRATCH, HeadRunner, ObservedWindow, ObserverNeeds
+from langchain_card.runtime.heads import NUM_SCRATCH, HeadRunner, ObservedWindow, ObserverNeeds, TargetView
 from langchain_card.runtime.rows import Rows
+from langchain_card.runtime.sampling import likeliest
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Drafted:
         window: the last window of the target.
         rows: those of it that were committed.
         outputs: of drafted nodes, by slot.
-        slots: states of a head that says several tokens at once, [slots, features].
+        slots: states of a head that drafts several tokens at once, [slots, features].
     """
 
     window: ObservedWindow
@@ -47,31 +47,31 @@ class HeadDrafter(ModelDrafter):
 
     Args:
         setting: of the engine.
-        file: folder of the head.
+        file: folder of the head; "" for the package's own head for this target.
     """
 
     name = "head"
     looks_ahead = False
     reads_target = True
 
-    def __init__(self, setting: Setting, *, file: str) -> None:
+    def __init__(self, setting: Setting, *, file: str = "") -> None:
         if setting.target is None:
             limit = "reads the target's states, which are in another process"
             raise InvalidInputError("drafters", self.name, limit, 'draft_transport="thread" keeps it here')
-        runner = setting.target.read(file, lambda view: HeadRunner(load_head(Path(file), view.model, view.hash_model)))
+        runner = setting.target.read(f"head {file}", functools.partial(_load, str(file)))
         super().__init__(cast(Any, runner), vocab_size=setting.vocab_size, constrain=setting.constrain)
         self._head: HeadRunner = runner
         self._drafted: dict[int, _Drafted] = {}
 
     @classmethod
-    def needs(cls, file: str) -> ObserverNeeds:
+    def needs(cls, file: str = "") -> ObserverNeeds:
         """Return the memory that it takes. Matrices in blocks take less than their file."""
-        return ObserverNeeds(head_bytes(Path(file)), NUM_LAYERS, NUM_SCRATCH)
+        return ObserverNeeds(head_bytes(str(file)), NUM_LAYERS, NUM_SCRATCH)
 
-    def begin(self, request: Request, output_ids: Sequence[int]) -> None:
-        """Open a sequence; the target reads its text."""
-        self._drafted.pop(request.request_id, None)
-        super().begin(request, output_ids)
+    @classmethod
+    def digest(cls, file: str = "") -> str:
+        """Return a hash of its weights; "" for those of the package, whose version stands for them."""
+        return head_digest(str(file)) if file else ""
 
     def end(self, request_id: int) -> None:
         """Free the sequence."""
@@ -101,7 +101,7 @@ class HeadDrafter(ModelDrafter):
         return known if len(known.rows) == new else None
 
     def _forward(self, parts: Sequence[StepPart]) -> Tensor:
-        """Run one pass over the nodes of all parts; return logits of all nodes, in order."""
+        """Run one pass over the nodes of all parts; return logits of the head's tokens for all nodes, in order."""
         if self._head.num_slots:
             return torch.cat([self._slot_logits(part) for part in parts])
         outputs = [self._outputs_of_root(part) for part in parts]
@@ -114,6 +114,16 @@ class HeadDrafter(ModelDrafter):
                 kept = self._drafted[part.sequence.request_id].outputs
                 kept.update((path[-1], output) for path, output in zip(rows.paths or (), own, strict=True))
         return self._head.logits(torch.cat([output for output in outputs if output is not None]))
+
+    def _best_children(
+        self, sequence: DraftSequence, token_paths: Sequence[tuple[int, ...]], logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return chances and tokens; the whole vocabulary counts only where logits are processed."""
+        if not sequence.sampler.idle:
+            return super()._best_children(sequence, token_paths, self._head.spread(logits))
+        values, places = likeliest(logits, min(self._num_children, logits.shape[1]))
+        chances = values - logits.logsumexp(dim=-1, keepdim=True)
+        return chances.where(values > -torch.inf, -torch.inf), self._head.token_ids(places)
 
     def _slot_logits(self, part: StepPart) -> Tensor:
         """Return logits of a part's nodes by the slots of their depths; nothing follows the last slot."""
@@ -146,3 +156,8 @@ class HeadDrafter(ModelDrafter):
         start = drafted.window.observed.rows.start
         whole = [(*before, *path) for path in own]
         return Rows(drafted.window.cache, token_ids, start, whole, features=features)
+
+
+def _load(file: str, view: TargetView) -> HeadRunner:
+    """Load a head for a target."""
+    return HeadRunner(load_head(find_head(file, view.hash_model), view.model))

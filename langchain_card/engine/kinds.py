@@ -51,7 +51,8 @@ class KindFinder:
         """Return all that decides an answer's text apart from rounding. Under a lossy rule that is the draft, too."""
         config = self._config
         rule, steering = _plug_in("acceptance", config.acceptance), _plug_in("steering", config.steering)
-        lossy = (config.modelless_drafters, config.stack, config.draft_context) if config.lossy else ()
+        drafters = [*map(_drafter, config.modelless_drafters)]
+        lossy = (drafters, config.stack, config.draft_context) if config.lossy else ()
         models = [_model(*loaded) for loaded in self._sources]
         adapters = sorted(self._adapters.items())
         return (__version__, models, self._pair.eos_ids, adapters, config.exact, rule, steering, lossy)
@@ -82,6 +83,13 @@ def _model(spec: ModelSpec, source: Path, state: str) -> tuple[object, ...]:
         limit = f"is not what was loaded: {source} has changed since then"
         raise EngineError("model", spec.name, limit, "make the engine anew")
     return content, spec.form, str(spec.dtype), spec.quantization, spec.integer_kv, spec.draft
+
+
+def _drafter(spec: str) -> tuple[str, str]:
+    """Return a drafter's spec, and the hash of what it was made of, if its class has a method `digest`."""
+    plugin = plugins.find("drafters", spec)
+    digest: Callable[..., str] = getattr(plugin.factory, "digest", lambda **_: "")
+    return spec, digest(**plugin.options)
 
 
 def _plug_in(kind: plugins.PlugInKind, spec: str | None) -> tuple[str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ from langchain_card.core.messages import NO_TOKEN, ROOT, Begin, Reading, TokenLo
 from langchain_card.core.request import Request
 from langchain_card.core.walk import AcceptanceRule, ExactRule, children, mismatches
 from langchain_card.engine.prefix_folder import BLOCK, PrefixFolder
-from langchain_card.errors import InvalidInputError
+from langchain_card.errors import InvalidInputError, is_device_failure
 from langchain_card.ports import Constraint, Steering
 from langchain_card.runtime.guide import Guide
-from langchain_card.runtime.heads import ObservedRows, PassObserver
+from langchain_card.runtime.heads import ObservedRows, PassObserver, observed_windows, unread_on_failure
 from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.sampling import Sampler, choose, token_logprobs
+
+log = logging.getLogger(__name__)
 
 LOAD_BLOCKS = 4
 """Blocks of prefixes that one pass loads if other sequences wait for it: some 30 ms of the built-in target's."""
@@ -151,13 +154,14 @@ class TargetWorker:
         texts, verified = self._share_out([pair for pair in due if pair[0].loading is None])
         windows = [self._rows(*pair) for pair in verified]
         logits = self._runner.step([*texts, *windows])
-        if self._steering is not None and verified:
-            histories = [history for pair in verified for history in _histories(*pair)]
-            logits = apply_steering(self._steering, logits, histories)
-        target_ids, closed, logprobs = _choose(verified, logits)
+        with contextlib.nullcontext() if self._observer is None else unread_on_failure(texts):
+            if self._steering is not None and verified:
+                histories = [history for pair in verified for history in _histories(*pair)]
+                logits = apply_steering(self._steering, logits, histories)
+            target_ids, closed, logprobs = _choose(verified, logits)
         if self._observer is not None:
-            with _unread_on_failure(texts):
-                self._observer.observe([*self._observed_texts(due, texts), *_observed(verified, windows, target_ids)])
+            seen = observed_windows([window for _, window in verified], windows, target_ids)
+            self._observe([*self._observed_texts(due, texts), *seen])
         by_window = torch.split(logits, [*map(len, target_ids)])
         measured = self._measured(verified, logits, target_ids)
         read += sum(len(rows.token_ids) for rows in texts)
@@ -218,6 +222,18 @@ class TargetWorker:
                 else:
                     sequence.cached, loaded = length, loaded + BLOCK
         return loaded
+
+    def _observe(self, batch: Sequence[ObservedRows]) -> None:
+        """Show a pass to the observer; one that fails sees no more passes, and requests go on without it."""
+        assert self._observer is not None
+        try:
+            self._observer.observe(batch)
+        except Exception as error:
+            if is_device_failure(error):
+                raise
+            log.exception("what reads the target's states failed; requests go on without it")
+            self._observer.forget()
+            self._observer = None
 
     def _observed_texts(self, due: Sequence[_Due], texts: Sequence[Rows]) -> list[ObservedRows]:
         """Return the texts of a pass for a head: each row with the token that follows."""
@@ -291,27 +307,6 @@ def _choose(
         known = [max(token, 0) for token in ids]  # those after damaged logits are never handed out
         logprobs.append(() if count is None else token_logprobs(window_logits, known, count))
     return target_ids, closed, logprobs
-
-
-@contextlib.contextmanager
-def _unread_on_failure(texts: Sequence[Rows]) -> Iterator[None]:
-    """Count texts as unread if they could not be observed: the pass is repeated after a lack of memory."""
-    try:
-        yield
-    except Exception:
-        for rows in texts:
-            del rows.cache.token_ids[rows.start :]
-        raise
-
-
-def _observed(
-    verified: Sequence[_Due], windows: Sequence[Rows], target_ids: Sequence[Sequence[int]]
-) -> list[ObservedRows]:
-    """Return the windows of a pass for a head: each row with the token that the target chose."""
-    return [
-        ObservedRows(window.request_id, rows, [max(token, 0) for token in ids], window)
-        for (_, window), rows, ids in zip(verified, windows, target_ids, strict=True)
-    ]
 
 
 def label_logprobs(logits: Tensor, window: Window, request: Request) -> tuple[float, ...]:

@@ -62,6 +62,6 @@ def to_blocks(head: HeadModel, stored: Mapping[str, StoredRows]) -> None:
 
 
 def _layer(matrices: Sequence[StoredRows], bias: Tensor | None = None) -> QuantizedLinear:
-    """Return a layer whose matrix has some matrices, one below the other."""
+    """Return a layer whose matrix is made of some matrices, one after the other."""
     whole = pack([MatrixPart(matrices[0].form, matrices)])
     return QuantizedLinear(whole, None if bias is None else bias.detach())

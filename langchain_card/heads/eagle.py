@@ -33,5 +33,5 @@ class EagleHead(HeadModel):
         plan, positions = CausalPlan(), torch.arange(len(token_ids), device=token_ids.device)[None]
         for _ in range(steps):
             output = self(token_ids[None], positions, features[None], step=plan).logits[0]
-            yield self.rows(self.norm(output))
+            yield self.logits(output)
             features = F.pad(output[:-1], (0, 0, 1, 0))

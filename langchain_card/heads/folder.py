@@ -17,9 +17,13 @@ from langchain_card.errors import InvalidInputError, check_choice
 from langchain_card.heads.eagle import EagleHead
 from langchain_card.heads.model import HeadModel
 from langchain_card.heads.specformer import SpecFormerHead
+from langchain_card.runtime.families import building
 
 if TYPE_CHECKING:
     from langchain_card.runtime.cpu.blocks.packing import StoredRows
+
+SHIPPED = Path(__file__).parent / "shipped"
+"""Heads that come with the package, a folder each."""
 
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
@@ -38,7 +42,7 @@ def make_head(
         ids: as in `HeadModel`.
         intermediate_size: as in `HeadModel`.
     """
-    with target.device:
+    with building, target.device:
         ids = None if ids is None else ids.to(target.device, torch.long)
         head = KINDS[kind](target, ids=ids, intermediate_size=intermediate_size)
     for module in head.modules():
@@ -83,31 +87,26 @@ def save_head(
     return folder
 
 
-def load_head(folder: Path, target: Any, hash_target: Callable[[], str] | None = None) -> HeadModel:
-    """Read a head for a target.
+def load_head(folder: Path, target: Any) -> HeadModel:
+    """Read a head for a target of the right shape; `find_head` compares hashes.
 
     Args:
         folder: of the head.
         target: a model of transformers.
-        hash_target: returns the hash of the target's files; without it, any target of the right shape is taken.
 
     Raises:
-        InvalidInputError: there is no head, it is damaged, or it is one of another target.
+        InvalidInputError: there is no head, or it is damaged or of another shape.
     """
+    described = describe(folder)
+    check_choice("kind of head", described["kind"], tuple(KINDS))
     try:
-        described = json.loads((folder / DESCRIPTION).read_text())
-        kind, size = described["kind"], int(described["intermediate_size"])
-        check_choice("kind", kind, tuple(KINDS))
-        name, sha256 = described["target"]["name"], described["target"]["sha256"]
+        size = int(described["intermediate_size"])
         tensors, stored = _read(folder / WEIGHTS)
     except Exception as error:  # safetensors' own is no subclass of OSError or ValueError
         limit = f"is no folder of a head ({type(error).__name__}: {error})"
         raise InvalidInputError("head", str(folder), limit, "langchain-card train writes heads") from error
-    if hash_target is not None and sha256 != (found := hash_target()):
-        limit = f"reads {name} (sha256 {sha256}); the target has sha256 {found}"
-        raise InvalidInputError("head", str(folder), limit, "langchain-card train makes one for this target")
     ids = tensors.pop("ids", None)
-    head = make_head(kind, target, target.dtype, ids=ids, intermediate_size=size)
+    head = make_head(described["kind"], target, target.dtype, ids=ids, intermediate_size=size)
     weights = _trained(head)
     if {name: each.shape for name, each in weights.items()} != {name: each.shape for name, each in tensors.items()}:
         limit = "has other weights than a head of its kind for this target"
@@ -119,7 +118,7 @@ def load_head(folder: Path, target: Any, hash_target: Callable[[], str] | None =
         from langchain_card.heads.blocks import to_blocks  # imports numba
 
         to_blocks(head, stored)
-    head.digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    head.digest = head_digest(str(folder))
     return head.requires_grad_(requires_grad=False).eval()
 
 
@@ -137,12 +136,74 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, StoredRows]]:
     return tensors | {name: numbers(rows) for name, rows in stored.items()}, stored
 
 
-def head_bytes(folder: Path) -> int:
-    """Return the bytes of a head in float32, about; 0 if there is none, which `load_head` reports."""
+def head_bytes(file: str) -> int:
+    """Return the bytes of a head in float32, about; `file` as in `find_head`.
+
+    Raises:
+        InvalidInputError: there is no head.
+    """
+    found = [describe(_path(file))] if file else [describe(folder) for folder in shipped_heads().values()]
+    return 4 * max((int(each.get("weights", 0)) for each in found), default=0)
+
+
+def head_digest(file: str) -> str:
+    """Return the hash of a head's weights."""
+    return hashlib.sha256((_path(file) / WEIGHTS).read_bytes()).hexdigest()
+
+
+def find_head(file: str, hash_target: Callable[[], str] | None) -> Path:
+    """Return the folder of a target's head.
+
+    Args:
+        file: the folder; "" for the package's own head for the target.
+        hash_target: returns the hash of the target's files; without it, any head in `file` is taken.
+
+    Raises:
+        InvalidInputError: there is none, or it is one of another target.
+    """
+    if hash_target is None:
+        return _path(file)
+    sha256 = hash_target()
+    if file:
+        own = describe(_path(file))["target"]
+        if own["sha256"] != sha256:
+            limit = f"reads {own['name']} (sha256 {own['sha256']}); the target has sha256 {sha256}"
+            raise InvalidInputError("head", file, limit, "langchain-card train makes one for this target")
+        return _path(file)
+    shipped = shipped_heads()
+    if sha256 not in shipped:
+        names = " and ".join(describe(folder)["target"]["name"] for folder in shipped.values())
+        limit = f"comes with the package for {names or 'no target'}, not for one with sha256 {sha256}"
+        raise InvalidInputError("head", "", limit, 'langchain-card train makes one: draft_model="head?file=FOLDER"')
+    return shipped[sha256]
+
+
+def _path(file: str) -> Path:
+    return Path(file).expanduser()
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Read the description of a head.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
     try:
-        return 4 * int(json.loads((folder / DESCRIPTION).read_text())["weights"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        found = json.loads((folder / DESCRIPTION).read_text())
+        return {
+            "target": {"name": found["target"]["name"], "sha256": found["target"]["sha256"]},
+            "weights": found["weights"],
+            **found,
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        limit = f"is no folder of a head ({type(error).__name__}: {error})"
+        raise InvalidInputError("head", str(folder), limit, "langchain-card train writes heads") from error
+
+
+def shipped_heads() -> dict[str, Path]:
+    """Return the heads of the package: folders by the hashes of their targets."""
+    files = sorted(SHIPPED.glob(f"*/{DESCRIPTION}"))
+    return {describe(file.parent)["target"]["sha256"]: file.parent for file in files}
 
 
 def _trained(head: HeadModel) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from langchain_card.errors import UnsupportedModelError
 from langchain_card.runtime.attention import ATTENTION_NAME, register
 from langchain_card.runtime.families import decoder_layers, kv_shape
 
@@ -43,7 +44,7 @@ class HeadModel(nn.Module):
 
     digest = ""
     num_slots = 0
-    """Tokens that the head says at once; 0 for a head that says one after the other."""
+    """Tokens that the head drafts at once; 0 for a head that drafts one after the other."""
 
     def __init__(
         self,
@@ -54,6 +55,10 @@ class HeadModel(nn.Module):
     ) -> None:
         super().__init__()
         config, decoder = target.config.get_text_config(), target.get_decoder()
+        needed = [(config, "rope_parameters"), (config, "rms_norm_eps"), (decoder, "embed_tokens"), (decoder, "norm")]
+        if lacking := [name for owner, name in needed if getattr(owner, name, None) is None]:
+            limit = f"lacks {', '.join(lacking)}, which a head needs"
+            raise UnsupportedModelError("model", config.model_type, limit, "heads are for Llama, Qwen, Gemma, ...")
         self.taps, first = self.taps_of(target), len(decoder_layers(target))
         self.config = _layer_config(config, intermediate_size)
         self._embedding: tuple[Any] = (decoder.embed_tokens,)  # in a tuple: no part of the head
@@ -134,14 +139,15 @@ class HeadModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Return logits of the target's vocabulary by outputs [rows, features]; -inf for tokens that are left out."""
-        return self.spread(self.rows(self.norm(outputs)))
+        """Return logits of the head's tokens, [rows, tokens], by outputs [rows, features]."""
+        found: Tensor = self.rows(self.norm(outputs))
+        return found
 
-    def spread(self, own: Tensor) -> Tensor:
-        """Return logits of the target's vocabulary by those of the head's tokens, [rows, tokens]."""
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits of the target's vocabulary by those of the head's tokens; -inf for tokens it leaves out."""
         if self.ids is None:
-            return own
-        return own.new_full((len(own), self._vocab_size), -torch.inf).index_copy_(1, self.ids, own)
+            return logits
+        return logits.new_full((len(logits), self._vocab_size), -torch.inf).index_copy_(1, self.ids, logits)
 
     def slots(self, outputs: Tensor) -> Tensor:
         """Return states of the slots, [rows, num_slots, features], by outputs [rows, features]."""
@@ -157,9 +163,11 @@ def _rows_of(target: Any, ids: Tensor | None) -> nn.Linear:
     layer, size = target.get_output_embeddings(), target.config.get_text_config().hidden_size
     with torch.no_grad():
         weight = getattr(layer, "weight", None)
-        if weight is None:  # its matrix is in blocks
-            weight = layer(torch.eye(size)).T
-        weight = weight if ids is None else weight[ids]
+        if weight is not None:
+            weight = weight if ids is None else weight[ids]
+        else:  # its matrix is in blocks; the whole one in float32 may take more memory than there is
+            pieces = map(layer, torch.split(torch.eye(size), 64))
+            weight = torch.cat([piece if ids is None else piece[:, ids] for piece in pieces]).T
     rows = nn.Linear(size, len(weight), bias=False, device="meta")
     rows.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     return rows

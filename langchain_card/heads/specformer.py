@@ -1,8 +1,8 @@
 """`SpecFormerHead`: several tokens at once, without a tree (SpecFormer, arXiv 2511.20340).
 
 A causal layer over the text gives each row its context. A positional map makes a few slots of it, which see each other
-both ways, and slot i says the token i + 1 places after the row's own. An optional bias of low rank by the token before,
-which the paper does not have, tells a slot what the slot before it chose.
+both ways, and slot i stands for the token i + 1 places after the row's own. A bias of low rank by the token before,
+which the paper does not have, gives a slot the choice of the slot before it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from langchain_card.heads.model import HeadModel
 from langchain_card.runtime.families import decoder_layers
 
 SLOTS = 4
-"""Tokens that are said at once."""
+"""Tokens that are drafted at once."""
 
 RANK = 64
 """Rank of the bias by the token before."""
 
 
 class SpecFormerHead(HeadModel):
-    """A head that says `SLOTS` tokens at once. It reads states of a middle layer and of the last two.
+    """A head that drafts `SLOTS` tokens at once. It reads states of a middle layer and of the last two.
 
     Args:
         target, ids, intermediate_size: as in `HeadModel`.
@@ -44,7 +44,7 @@ class SpecFormerHead(HeadModel):
         self.gate_up, self.down = nn.Linear(size, 2 * inner, bias=False), nn.Linear(inner, size, bias=False)
         self.before = nn.Linear(size, RANK, bias=False)
         self.bias = nn.Linear(RANK, len(self.rows.weight), bias=False)
-        with torch.no_grad():  # each slot says what the last state says
+        with torch.no_grad():  # each slot predicts what the last state stands for
             for added in (self.out, self.down, self.bias):
                 added.weight.zero_()
             self.map.weight.copy_(torch.eye(size).repeat(SLOTS, 1))
@@ -78,5 +78,5 @@ class SpecFormerHead(HeadModel):
 
     def slot_logits(self, slots: Tensor, before: Tensor) -> Tensor:
         """Return logits as `HeadModel` demands."""
-        found: Tensor = self.rows(self.norm(slots)) + self.bias(self.before(self._embedding[0](before)))
+        found: Tensor = self.logits(slots) + self.bias(self.before(self._embedding[0](before)))
         return found

@@ -27,7 +27,7 @@ from langchain_card.models.tokenizer import read_tokenizer
 from langchain_card.models.vocabulary import VocabularyMap, end_ids, read_map
 from langchain_card.runtime import draft_form
 from langchain_card.runtime.attention import ATTENTION_NAME, register
-from langchain_card.runtime.families import check_family, context_length, empty_model, is_common, read_config
+from langchain_card.runtime.families import building, check_family, context_length, empty_model, is_common, read_config
 from langchain_card.runtime.grid_steps import compile_layers
 from langchain_card.runtime.heads import NO_OBSERVER, ObserverNeeds, observer_needs
 from langchain_card.runtime.threads import single_threaded
@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_DTYPES = ("auto", "float32")
-
-_building = threading.Lock()
-"""Lock to load one model at a time: meanwhile, new parameters of all threads' modules may be on the meta device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +308,7 @@ def load_model(spec: ModelSpec, *, fused: bool = True, whole_head: bool = False)
         fused: whether layers with blocks may be replaced by compiled ones, which cannot run in transformers' own loops.
         whole_head: whether a draft keeps all outputs.
     """
-    with _building:
+    with building:
         with single_threaded():
             model = _load_float(spec) if spec.form == "float" else _load_blocks(spec, fused, whole_head)
         if spec.compiled:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -117,6 +118,10 @@ def read_config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
+building = threading.RLock()
+"""Lock to build one model at a time: meanwhile, new parameters of all threads' modules may be on the meta device."""
+
+
 def empty_model(config: Any) -> Any:
     """Build the causal language model of a config on the meta device; it takes no memory and cannot compute."""
     from accelerate import (
@@ -125,7 +130,7 @@ def empty_model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     _register_probe()
-    with init_empty_weights(include_buffers=True):
+    with building, init_empty_weights(include_buffers=True):
         # The only implementation of experts whose shapes do not depend on values.
         options = {"attn_implementation": _PROBE_NAME, "experts_implementation": "batched_mm"}
         return AutoModelForCausalLM.from_config(config, **options).eval()

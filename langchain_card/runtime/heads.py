@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
@@ -37,6 +38,27 @@ class ObservedRows:
     rows: Rows
     next_ids: Sequence[int]
     window: Window | None = None
+
+
+def observed_windows(
+    windows: Sequence[Window], rows: Sequence[Rows], target_ids: Sequence[Sequence[int]]
+) -> list[ObservedRows]:
+    """Return the windows of a pass: each row with the token that the target chose."""
+    return [
+        ObservedRows(window.request_id, own, [max(token, 0) for token in ids], window)
+        for window, own, ids in zip(windows, rows, target_ids, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def unread_on_failure(texts: Sequence[Rows]) -> Iterator[None]:
+    """Count texts of a pass as unread if it is repeated: memory ran out before it could be observed."""
+    try:
+        yield
+    except Exception:
+        for rows in texts:
+            del rows.cache.token_ids[rows.start :]
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +111,7 @@ class HeadRunner:
     num_scratch = NUM_SCRATCH
 
     def __init__(self, head: Any) -> None:
-        self._head, self.first_slot, self.max_len = head, 0, 0
+        self._head, self.first_slot = head, 0
         self.taps, self.num_layers, self.digest = head.taps, len(head.layers), str(head.digest)
         self.windows: dict[int, ObservedWindow] = {}
         self._target: ModelRunner | None = None
@@ -97,7 +119,7 @@ class HeadRunner:
 
     def bind(self, target: ModelRunner) -> None:
         """Take a target, whose pool has room for the head's layers and nodes, and whose taps are the head's."""
-        self._target, self.max_len = target, target.max_len
+        self._target = target
         self.first_slot = target.num_scratch - self.num_scratch
         self._runner = ModelRunner(
             self._head,
@@ -146,7 +168,7 @@ class HeadRunner:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the head says at once; 0 for one after the other."""
+        """Tokens that the head drafts at once; 0 for one after the other."""
         return int(self._head.num_slots)
 
     @torch.inference_mode()
@@ -157,14 +179,24 @@ class HeadRunner:
 
     @torch.inference_mode()
     def slot_logits(self, slots: Tensor, before: Sequence[int]) -> Tensor:
-        """Return logits, [rows, vocabulary], by states of slots, [rows, features], and the tokens before them."""
-        found: Tensor = self._head.spread(self._head.slot_logits(slots, torch.tensor(before, device=slots.device)))
+        """Return logits of the head's tokens by states of slots, [rows, features], and the tokens before them."""
+        found: Tensor = self._head.slot_logits(slots, torch.tensor(before, device=slots.device))
         return found
 
     @torch.inference_mode()
     def logits(self, outputs: Tensor) -> Tensor:
-        """Return logits, [rows, vocabulary]."""
+        """Return logits of the head's tokens, [rows, tokens]."""
         found: Tensor = self._head.logits(outputs)
+        return found
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits of the target's vocabulary by those of the head's tokens."""
+        found: Tensor = self._head.spread(logits)
+        return found
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Return the target's ids of the head's tokens."""
+        found: Tensor = places if self._head.ids is None else self._head.ids[places]
         return found
 
 

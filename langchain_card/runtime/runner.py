@@ -74,7 +74,7 @@ class ModelRunner:
         self.dtype: torch.dtype = model.dtype
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
         devices = [next(layer.parameters()).device for layer in decoder_layers(model)]
-        devices += devices[-1:] * more_layers
+        devices += [self.device] * more_layers
         shape, in_grids = kv_shape(config), width is not None or execution is not None or self.device.type == "cuda"
         shape = replace(shape, layers=shape.layers + more_layers)
         # Attention over a number of keys that is no multiple of 8 has no fast kernel on CUDA.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,13 @@ from langchain_card.engine.engine import Engine
 from langchain_card.engine.generation import Generation
 from langchain_card.errors import InvalidInputError
 from langchain_card.ports import Budget, Setting
+from langchain_card.text.prompt import encode
 from langchain_card.train.loop import Bounds
-from langchain_card.train.prompts import beginning_of_question, question_in
+from langchain_card.train.prompts import Conversation, beginning_of_question, question_in
 from langchain_card.train.record import RecordedText, Recorder
 from langchain_card.train.shards import ShardWriter
+
+log = logging.getLogger(__name__)
 
 RECORD = "record"
 """Name of the plug-in that records."""
@@ -42,8 +46,6 @@ LEAST_ANSWER = 8
 
 TRIES = 100
 """Questions after which recording gives up if all were fragments."""
-
-Prompt = str | list[dict[str, Any]]
 
 
 class RecordingDrafter:
@@ -83,10 +85,10 @@ def record_answers(
     config: EngineConfig,
     taps: Sequence[int],
     writer: ShardWriter,
-    prompts: Iterator[Prompt] | None,
+    prompts: Iterator[Conversation] | None,
     bounds: Bounds,
     report: Callable[[float, int], None] = lambda seconds, num_tokens: None,
-) -> None:
+) -> float:
     """Let the target answer prompts until the bounds are reached, or the room on the disk or the prompts are used up.
 
     Args:
@@ -97,48 +99,70 @@ def record_answers(
         bounds: of the time, and of the tokens in all shards.
         report: called after each answer with the seconds that it took so far, and the tokens that there are.
 
+    Returns:
+        The seconds that it took.
+
     Raises:
         InvalidInputError: the target writes no questions.
     """
-    begun, seeds = time.monotonic(), itertools.count(writer.num_tokens)
+    begun, seeds, texts = time.monotonic(), itertools.count(writer.num_tokens), deque[RecordedText]()
     beginning: tuple[int, ...] = ()
+    recorder = Recorder(taps, texts.append)
 
-    def take(text: RecordedText) -> None:
-        if text.prompt_ids != beginning and len(text.token_ids) - text.num_prompt >= LEAST_ANSWER:
-            writer.add(text)
+    def keep() -> None:
+        """Keep the answers that have ended. Files are not written on the target's thread."""
+        while texts:
+            text = texts.popleft()
+            if text.prompt_ids != beginning and len(text.token_ids) - text.num_prompt >= LEAST_ANSWER:
+                writer.add(text)
 
-    recorder = Recorder(taps, take)
     plugins.register("drafters", RECORD, _factory(recorder))
-    with Engine(replace(config, draft_model=RECORD, drafters=())) as engine:
-        if prompts is None:
-            beginning = beginning_of_question(engine.tokenizer)
-        pending, asked, answered = deque[Generation](), 0, 0
-        while bounds.share(spent := time.monotonic() - begun, writer.num_tokens) < 1 and not writer.is_full:
-            while len(pending) < PENDING * config.limits.num_seqs:
-                if prompts is None:
-                    pending.append(_ask(engine, beginning, next(seeds)))
-                elif (prompt := next(prompts, None)) is not None:
-                    pending.append(_answer(engine, prompt, next(seeds)))
-                else:
+    try:
+        with Engine(replace(config, draft_model=RECORD, drafters=())) as engine:
+            if prompts is None:
+                beginning = beginning_of_question(engine.tokenizer)
+            pending, questions, usable = deque[Generation](), 0, 0
+            seats = PENDING * engine.config.limits.num_seqs
+            while bounds.share(spent := time.monotonic() - begun, writer.num_tokens) < 1 and not writer.is_full:
+                report(spent, writer.num_tokens)
+                while len(pending) < seats and (more := _next(engine, prompts, beginning, next(seeds))) is not None:
+                    pending.append(more)
+                if not pending:
                     break
-            if not pending:
-                break
-            first = pending.popleft()
-            done = first.result()
-            if first.request.prompt_ids == beginning:
-                asked += 1
-                if (question := question_in(done)) is not None:
-                    pending.append(_answer(engine, question, next(seeds)))
-                    answered += 1
-                elif asked == TRIES and not answered:
-                    limit = f"the target was to write questions, and {TRIES} of {TRIES} were fragments"
-                    raise InvalidInputError("--data", "self", limit, "give prompts: --data FILE")
-            report(spent, writer.num_tokens)
-    recorder.close()
-    writer.flush()
+                first = pending.popleft()
+                done = first.result()
+                keep()
+                if first.request.prompt_ids == beginning:
+                    questions += 1
+                    if (found := question_in(done)) is not None:
+                        usable += 1
+                        pending.append(_answer(engine, found, next(seeds)))
+                    elif questions == TRIES and not usable:
+                        limit = f"the target was to write questions, and {TRIES} of {TRIES} were fragments"
+                        raise InvalidInputError("--data", "self", limit, "give prompts: --data FILE")
+    finally:
+        plugins.unregister("drafters", RECORD)
+        recorder.close()
+        keep()
+        writer.flush()
+    return time.monotonic() - begun
 
 
-def _ask(engine: Engine, beginning: Sequence[int], seed: int) -> Generation:
+def _next(
+    engine: Engine, prompts: Iterator[Conversation] | None, beginning: Sequence[int], seed: int
+) -> Generation | None:
+    """Submit the next question, or the next prompt that the engine takes; return None if there are no more."""
+    if prompts is None:
+        return _write_question(engine, beginning, seed)
+    for prompt in prompts:
+        try:
+            return _answer(engine, prompt, seed)
+        except InvalidInputError as error:  # noqa: PERF203 - the next one is tried
+            log.warning("a prompt is left out: %s", error)
+    return None
+
+
+def _write_question(engine: Engine, beginning: Sequence[int], seed: int) -> Generation:
     """Submit the beginning of a question, which the target is to write (Magpie, arXiv 2406.08464)."""
     params = SamplingParams(
         max_tokens=MAX_QUESTION, temperature=1.0, top_k=CHOICES, seed=seed, schedule="plain", tenant=f"question {seed}"
@@ -146,10 +170,16 @@ def _ask(engine: Engine, beginning: Sequence[int], seed: int) -> Generation:
     return engine.submit(beginning, params)
 
 
-def _answer(engine: Engine, prompt: Prompt, seed: int) -> Generation:
-    """Submit a prompt. Every other answer is greedy; each is a tenant, so that its whole text is read."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+def _answer(engine: Engine, prompt: Conversation, seed: int) -> Generation:
+    """Submit a prompt. Every other answer is greedy; each is a tenant, so that its whole text is read.
+
+    Raises:
+        InvalidInputError: the chat template refuses it, or there is no room for an answer.
+    """
+    room = engine.max_model_len - engine.config.limits.max_window - MAX_ANSWER
+    prompt_ids = encode(prompt, engine.tokenizer, engine.config.model, max_len=room)
+    if len(prompt_ids) > room:
+        raise InvalidInputError("prompt", f"{len(prompt_ids):,} tokens", f"leaves no room: {room:,} are the most")
     params = SamplingParams(
         max_tokens=MAX_ANSWER,
         temperature=0.7 * (seed % 2),
@@ -158,7 +188,7 @@ def _answer(engine: Engine, prompt: Prompt, seed: int) -> Generation:
         schedule="plain",
         tenant=f"answer {seed}",
     )
-    return engine.submit(engine.tokenizer(text, add_special_tokens=False).input_ids, params)
+    return engine.submit(prompt_ids, params)
 
 
 def _factory(recorder: Recorder) -> Any:

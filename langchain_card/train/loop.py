@@ -12,28 +12,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from langchain_card.heads.model import HeadModel
-from langchain_card.train.replay import Replay, mean_accepted
+from langchain_card.train.replay import NUM_STEPS, Replay, mean_accepted
 from langchain_card.train.shards import StoredText
 
-RATE, LEAST_RATE = 1e-3, 5e-5
-"""Learning rate after the warm-up and at the end, on a cosine."""
+RATE, LEAST_SHARE = 0.024, 0.05
+"""Learning rate after the warm-up, times the root of the size of a state; the share of it at the end of a cosine."""
 
 WARM_UP = 20
 """Steps until the learning rate is reached."""
 
 TEXTS_A_STEP = 4
 
+ONE_STEP = 0.6
+"""Share of a training in which the first draft step alone is replayed: it takes a third of the time of three, and what
+it learns serves the others (docs/LOG.md)."""
+
 CHECKS = 8
 """Number of times that the accepted length is measured and a checkpoint written."""
+
+SAVE_SECONDS = 300.0
+"""Seconds of training that are lost at most when it is killed."""
 
 PATIENCE = 3
 """Checks without a better accepted length after which training ends."""
 
-WEIGHTS, STATE = "checkpoint.safetensors", "checkpoint.json"
+WEIGHTS = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,9 @@ class Trainer:
         self._held_out = [text.read() for text in held_out]
         self._head = head
         self._parameters = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
-        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
-        self.state = TrainingState()
+        self._rate = RATE * float(head.config.hidden_size) ** -0.5
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), self._rate, (0.9, 0.95), weight_decay=0.01)
+        self.state, self._saved = TrainingState(), 0.0
 
     def run(self) -> TrainingState:
         """Train until a bound is reached or the accepted length stalls; the head has its best weights then."""
@@ -121,6 +130,8 @@ class Trainer:
             self.state.seconds += time.monotonic() - begun
             if self._share >= len(self.state.curve) / CHECKS:
                 self._check()
+            elif self.state.seconds - self._saved > SAVE_SECONDS:
+                self._save(is_best=False)
             self._report(self.state)
         self._load_best()
         return self.state
@@ -130,13 +141,13 @@ class Trainer:
         for stored in self._next_texts():
             text = stored.read()
             with self._accelerator.autocast():
-                loss = self._replay(text).loss / TEXTS_A_STEP
+                loss = self._replay(text, 1 if self._share < ONE_STEP else NUM_STEPS).loss / TEXTS_A_STEP
             self._accelerator.backward(loss)
             self.state.num_tokens += stored.num_tokens
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
-        rate = LEAST_RATE + (RATE - LEAST_RATE) * (1 + math.cos(math.pi * min(1.0, self._share))) / 2
+        fallen = LEAST_SHARE + (1 - LEAST_SHARE) * (1 + math.cos(math.pi * min(1.0, self._share))) / 2
         for group in self._optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (self.state.steps + 1) / WARM_UP)
+            group["lr"] = self._rate * fallen * min(1.0, (self.state.steps + 1) / WARM_UP)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.state.steps += 1
@@ -164,22 +175,24 @@ class Trainer:
         self._save(is_best=is_best)
 
     def _save(self, *, is_best: bool) -> None:
-        """Write weights and moments, then what they are: a checkpoint counts once its description is there."""
+        """Write the weights if they are the best, then weights, moments and state as one file."""
         tensors = {f"weights.{name}": weight.detach() for name, weight in self._parameters.items()}
         for name, weight in self._parameters.items():
             for moment, value in self._optimizer.state.get(weight, {}).items():
                 tensors[f"{moment}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-        _replace(self._folder / WEIGHTS, lambda file: save_file(tensors, file))
         if is_best:
             weights = {name: weight.detach().contiguous() for name, weight in self._parameters.items()}
-            _replace(self._folder / "best.safetensors", lambda file: save_file(weights, file))
-        _replace(self._folder / STATE, lambda file: file.write_text(json.dumps(asdict(self.state))))
+            write_at_once(self._folder / "best.safetensors", lambda file: save_file(weights, file))
+        state = {"state": json.dumps(asdict(self.state))}
+        write_at_once(self._folder / WEIGHTS, lambda file: save_file(tensors, file, state))
+        self._saved = self.state.seconds
 
     def load(self) -> None:
         """Go on from the checkpoint in the folder, if there is one."""
-        if not (self._folder / STATE).exists():
+        if not (self._folder / WEIGHTS).exists():
             return
-        values: dict[str, Any] = json.loads((self._folder / STATE).read_text())
+        with safe_open(self._folder / WEIGHTS, "pt") as file:
+            values: dict[str, Any] = json.loads(file.metadata()["state"])
         self.state = TrainingState(**values | {"curve": [tuple(point) for point in values["curve"]]})
         tensors = load_file(self._folder / WEIGHTS)
         with torch.no_grad():
@@ -197,8 +210,9 @@ class Trainer:
         self._head.eval()
 
 
-def _replace(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file at once or not at all."""
+def write_at_once(file: Path, write: Callable[[Path], object]) -> None:
+    """Write a file at once or not at all; its folder is made if it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".part")
     write(temporary)
     temporary.replace(file)

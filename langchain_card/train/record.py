@@ -77,7 +77,7 @@ class Recorder:
                     del self._open[each.request_id]
                     continue
                 text.token_ids += each.next_ids
-                text.states.append(part.clone())
+                text.states.append(part.to("cpu", copy=True))
                 if each.window is None:
                     text.num_prompt = len(text.token_ids)
 
@@ -90,6 +90,7 @@ class Recorder:
         """Hand over the texts whose requests have not ended."""
         for request_id in [*self._open]:
             self.end(request_id)
+        self._target = None
 
     def forget(self) -> None:
         """Drop the texts that are not complete."""

@@ -58,8 +58,8 @@ class Replay:
         self._place = torch.full((size,), -1, device=head.device).index_copy(0, ids, places)
         self._rows = head.rows.weight
 
-    def __call__(self, text: RecordedText) -> Replayed:
-        """Replay a text."""
+    def __call__(self, text: RecordedText, steps: int = NUM_STEPS) -> Replayed:
+        """Replay a text with so many draft steps; a head of slots has one for each slot."""
         states = text.states.to(self._head.device, self._head.dtype)
         rows = states.shape[1] - 1  # a row's label is the token after the next
         tokens = torch.tensor(text.token_ids, device=self._head.device)
@@ -67,7 +67,7 @@ class Replay:
             last = self._target.get_decoder().norm(states[-1, 1:][None].to(self._target.dtype))[0]
             wanted = F.linear(last.to(self._rows.dtype), self._rows).softmax(dim=-1)
         labels = self._places(tokens[2:])
-        first, steps = max(0, text.num_prompt - 2), self._head.num_slots or NUM_STEPS
+        first, steps = max(0, text.num_prompt - 2), self._head.num_slots or steps
         losses, right = list[Tensor](), list[Tensor]()
         for step, scores in enumerate(self._head.replay(tokens[1:-1], self._head.fuse(states)[:rows], steps)):
             begin = first + step

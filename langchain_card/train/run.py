@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,10 +18,11 @@ from langchain_card.config import EngineConfig
 from langchain_card.engine.kinds import hash_model
 from langchain_card.errors import InvalidInputError
 from langchain_card.heads.folder import KINDS, make_head, save_head
-from langchain_card.models.loader import acquire_model, release_model, resolve
-from langchain_card.train.answers import Prompt, record_answers
-from langchain_card.train.loop import Bounds, Trainer, TrainingState
-from langchain_card.train.prompts import questions_in
+from langchain_card.models.files import Progress, locked
+from langchain_card.models.loader import Pair, acquire_model, release_model, resolve
+from langchain_card.train.answers import record_answers
+from langchain_card.train.loop import Bounds, Trainer, TrainingState, write_at_once
+from langchain_card.train.prompts import Conversation, read_prompts
 from langchain_card.train.replay import Replay
 from langchain_card.train.shards import ShardWriter, StoredText, texts_in
 
@@ -36,6 +37,9 @@ HELD_OUT = 0.05
 
 LEAST_TEXTS = 8
 
+MAX_LEN = 1024
+"""Positions of a text that is recorded."""
+
 
 PASSES = 3
 """Passes over the answers after which training ends, if their number was given in place of hours."""
@@ -48,7 +52,7 @@ Report: TypeAlias = Callable[[str, float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """What a training is about; one that goes on must have the same.
+    """What a training is about.
 
     Attributes:
         kind: of the head.
@@ -57,7 +61,7 @@ class TrainingOptions:
         num_tokens: of answers, which are trained on `PASSES` times; None where `hours` bounds it.
         max_disk: bytes of recorded states.
         bits: of a number of the head's matrices, 8 or 4.
-        intermediate_size: of the head's gated layer; None for the usual one.
+        data: file of prompts; None for prompts that the target writes.
     """
 
     kind: str
@@ -66,123 +70,151 @@ class TrainingOptions:
     num_tokens: int | None
     max_disk: int
     bits: int
-    intermediate_size: int | None = None
+    data: Path | None = None
 
     def bounds(self, passes: int = 1) -> Bounds:
         """Return the bounds of a stage that has the answers so many times."""
         seconds = math.inf if self.hours is None else self.hours * 1800
         return Bounds(seconds, math.inf if self.num_tokens is None else self.num_tokens * passes)
 
+    @property
+    def length(self) -> tuple[str, object]:
+        """The option that bounds the training, and its value."""
+        return ("--tokens", self.num_tokens) if self.hours is None else ("--hours", self.hours)
+
 
 def train_head(
-    options: TrainingOptions, config: EngineConfig, data: Path | None, folder: Path, report: Report, *, resume: bool
+    options: TrainingOptions, config: EngineConfig, folder: Path, progress: Progress, report: Report, *, resume: bool
 ) -> dict[str, Any]:
     """Train a head, and write it.
 
     Args:
         options: of the training.
-        config: of the target's engine, with `max_num_seqs`.
-        data: file of prompts; None for prompts that the target writes.
+        config: of the target's engine.
         folder: of the head.
-        report: receives the progress.
-        resume: whether to go on with a training that ended early.
+        progress: receives the loading of the target.
+        report: receives the stages of the training.
+        resume: whether to go on with a training that ended early, or is to last longer.
 
     Returns:
         The description of the head, as in `head.json`.
 
     Raises:
-        InvalidInputError: the folder has another training, `resume` finds none, or there are too few answers.
+        InvalidInputError: the folder has another training, `resume` finds none, prompts cannot be read, or there are
+            too few answers.
+        UnsupportedModelError: there are no heads for the target.
     """
+    prompts = None if options.data is None else read_prompts(options.data)
     own = folder / TRAINING
-    _begin(own, options, resume=resume)
-    pair = resolve(config)
-    model = acquire_model(pair.target)
     try:
-        _record(own, config, KINDS[options.kind].taps_of(model), data, options, report)
-        texts = texts_in(own)
-        if len(texts) < LEAST_TEXTS:
-            limit = f"gave {len(texts)} answers: {LEAST_TEXTS} are needed at least"
-            raise InvalidInputError("--hours", options.hours, limit, "give more time, or prompts with --data")
-        count = min(MAX_HELD_OUT, max(2, int(len(texts) * HELD_OUT)))
-        held_out, texts = texts[:count], texts[count:]
-        torch.manual_seed(0)
-        ids = _frequent(texts)
-        head = make_head(options.kind, model, torch.float32, ids=ids, intermediate_size=options.intermediate_size)
-        bounds = options.bounds(PASSES)
+        with locked(own / "lock", progress):
+            _begin(own, options, prompts, resume=resume)
+            pair = resolve(config, progress)
+            model = acquire_model(pair.target)
+            try:
+                return _train(options, config, prompts, folder, pair, model, report)
+            finally:
+                release_model(pair.target)
+    except OSError as error:
+        limit = f"cannot be written ({error})"
+        raise InvalidInputError("--out", str(folder), limit, "free room, or name another folder") from error
 
-        def report_training(state: TrainingState) -> None:
-            report("train", bounds.share(state.seconds, state.num_tokens), f", {state.curve[-1][2]:.2f} tokens a pass")
 
-        trainer = Trainer(head, Replay(head, model), texts, held_out, own, bounds, report_training)
-        trainer.load()
-        done = trainer.run()
-        target = {"name": options.model, "sha256": hash_model(pair.target)}
-        described = {
-            "answers": sum(text.num_tokens for text in texts),
-            "curve": done.curve,
-            "accepted_length": max(length for *_, length in done.curve),
-        }
-        save_head(head, folder, target, described, options.bits)
-    finally:
-        release_model(pair.target)
+def _train(
+    options: TrainingOptions,
+    config: EngineConfig,
+    prompts: Sequence[Conversation] | None,
+    folder: Path,
+    pair: Pair,
+    model: Any,
+    report: Report,
+) -> dict[str, Any]:
+    """Record answers of a loaded target, train on them, and write the head."""
+    own = folder / TRAINING
+    make_head(options.kind, model, torch.float32, ids=torch.arange(8))  # refuses what has no heads before the work
+    config = replace(config, max_model_len=min(MAX_LEN, pair.max_len))
+    _record(own, config, KINDS[options.kind].taps_of(model), prompts, options, report)
+    texts = texts_in(own)
+    if len(texts) < LEAST_TEXTS:
+        name, value = options.length
+        limit = f"gave {len(texts)} answers: {LEAST_TEXTS} are needed at least"
+        raise InvalidInputError(name, value, limit, "give more, with --resume, or prompts with --data")
+    count = min(MAX_HELD_OUT, max(2, int(len(texts) * HELD_OUT)))
+    held_out, texts = texts[:count], texts[count:]
+    torch.manual_seed(0)
+    head = make_head(options.kind, model, torch.float32, ids=_frequent(own, texts))
+    bounds = options.bounds(PASSES)
+
+    def report_training(state: TrainingState) -> None:
+        report("train", bounds.share(state.seconds, state.num_tokens), f", {state.curve[-1][2]:.2f} tokens a pass")
+
+    trainer = Trainer(head, Replay(head, model), texts, held_out, own, bounds, report_training)
+    trainer.load()
+    done = trainer.run()
+    target = {"name": options.model, "sha256": hash_model(pair.target)}
+    described = {
+        "answers": sum(text.num_tokens for text in texts),
+        "curve": done.curve,
+        "accepted_length": max(length for *_, length in done.curve),
+    }
+    save_head(head, folder, target, described, options.bits)
     return described
 
 
-def _begin(folder: Path, options: TrainingOptions, *, resume: bool) -> None:
+def _begin(folder: Path, options: TrainingOptions, prompts: Sequence[Conversation] | None, *, resume: bool) -> None:
     """Note what the training is about, or check that it is the one in the folder."""
-    file = folder / "options.json"
-    wanted = json.loads(json.dumps(asdict(options)))
+    file, out = folder / "options.json", str(folder.parent)
+    data = "self" if prompts is None else hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    wanted = {"HEAD": options.kind, "--model": options.model, "--data": data}
     if not file.exists():
         if resume:
-            raise InvalidInputError("--resume", str(folder.parent), "has no training", "leave it out to begin one")
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(wanted))
+            raise InvalidInputError("--resume", out, "has no training", "leave it out to begin one")
+        write_at_once(file, lambda part: part.write_text(json.dumps(wanted)))
         return
     if not resume:
-        raise InvalidInputError("--out", str(folder.parent), "has a training already", "--resume goes on with it")
+        raise InvalidInputError("--out", out, "has a training already", "--resume goes on with it")
     found = json.loads(file.read_text())
     for name, value in wanted.items():
         if found.get(name) != value:
-            raise InvalidInputError(name, value, f"differs from {found.get(name)!r}, with which the training began")
+            limit = f"is not that of the training in {out}: {found.get(name)}"
+            raise InvalidInputError(name, value, limit, "name another folder with --out")
 
 
 def _record(
     folder: Path,
     config: EngineConfig,
     taps: Sequence[int],
-    data: Path | None,
+    prompts: Sequence[Conversation] | None,
     options: TrainingOptions,
     report: Report,
 ) -> None:
-    """Record answers, unless that was done; the time that a killed recording took counts."""
+    """Record answers up to the bounds; the time that a killed recording took counts."""
     file, bounds = folder / "answers.json", options.bounds()
-    spent, is_done = 0.0, False
-    if file.exists():
-        spent, is_done = json.loads(file.read_text()).values()
-    if is_done:
+    writer, texts = ShardWriter(folder, options.max_disk), texts_in(folder)
+    before: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"seconds": 0.0, "ended": False}
+    spent = before["seconds"]
+    if before["ended"] or bounds.share(spent, writer.num_tokens) >= 1:
         return
-    writer = ShardWriter(folder, options.max_disk)
-    answered = len(texts_in(folder))
-
-    def note(seconds: float, *, is_done: bool = False) -> None:
-        file.write_text(json.dumps({"seconds": spent + seconds, "done": is_done}))
 
     def report_answers(seconds: float, num_tokens: int) -> None:
         report("record answers", bounds.share(spent + seconds, num_tokens), f", {num_tokens:,} tokens")
-        note(seconds)
+        write_at_once(file, lambda part: part.write_text(json.dumps({"seconds": spent + seconds, "ended": False})))
 
-    prompts: Iterator[Prompt] | None = None
-    if data is not None:
-        prompts = itertools.islice(questions_in(data), answered, None)
-    left = Bounds(bounds.seconds - spent, bounds.num_tokens)
-    record_answers(config, taps, writer, prompts, left, report_answers)
-    note(0.0, is_done=True)
+    left = None if prompts is None else iter(prompts[len(texts) :])
+    seconds = record_answers(
+        config, taps, writer, left, Bounds(bounds.seconds - spent, bounds.num_tokens), report_answers
+    )
+    ended = bounds.share(spent + seconds, writer.num_tokens) < 1  # no prompts are left, or no room
+    write_at_once(file, lambda part: part.write_text(json.dumps({"seconds": spent + seconds, "ended": ended})))
 
 
-def _frequent(texts: Sequence[StoredText]) -> Tensor:
-    """Return the most frequent tokens of the answers, ascending."""
-    counts = Counter[int]()
-    for stored in texts:
-        text = stored.read()
-        counts.update(text.token_ids[text.num_prompt :])
-    return torch.tensor(sorted(token for token, _ in counts.most_common(MAX_IDS)))
+def _frequent(folder: Path, texts: Sequence[StoredText]) -> Tensor:
+    """Return the most frequent tokens of the answers, ascending: those with which the training began."""
+    file = folder / "ids.json"
+    if not file.exists():
+        counts = Counter[int]()
+        for text in texts:
+            counts.update(text.read_tokens()[text.num_prompt :])
+        ids = sorted(token for token, _ in counts.most_common(MAX_IDS))
+        write_at_once(file, lambda part: part.write_text(json.dumps(ids)))
+    return torch.tensor(json.loads(file.read_text()))

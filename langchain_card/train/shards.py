@@ -95,12 +95,17 @@ class StoredText:
         """Tokens of the answer."""
         return self.length - self.num_prompt
 
+    def read_tokens(self) -> list[int]:
+        """Read the tokens from the shard."""
+        with safe_open(self.file, "pt") as shard:
+            tokens: list[int] = shard.get_slice("token_ids")[self.first_token :][: self.length].tolist()
+        return tokens
+
     def read(self) -> RecordedText:
         """Read the text from its shard."""
         with safe_open(self.file, "pt") as shard:
-            tokens = shard.get_slice("token_ids")[self.first_token : self.first_token + self.length]
             states = shard.get_slice("states")[self.first_row : self.first_row + self.length - 1]
-        return RecordedText(tokens.tolist(), states.transpose(0, 1), self.num_prompt)
+        return RecordedText(self.read_tokens(), states.transpose(0, 1), self.num_prompt)
 
 
 def texts_in(folder: Path) -> Sequence[StoredText]:

@@ -50,7 +50,7 @@ def test_a_head_has_one_target(head: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "medusa"}, "no folder of a head"),
+        ({"kind": "medusa"}, "must be one of eagle, specformer"),
         ({"intermediate_size": 32}, "other weights"),
         ({"target": {}}, "no folder of a head"),
     ],

@@ -13,22 +13,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.drafters.head import HeadDrafter
 from langchain_card.drafters.model import StepPart
-from langchain_card.engine import build
+from langchain_card.engine import build, target_worker
 from langchain_card.engine.engine import Engine
-from langchain_card.heads.causal import CausalPlan
-from langchain_card.heads.folder import load_head
 from langchain_card.limits import Limits
-from langchain_card.runtime.families import decoder_layers
 from langchain_card.runtime.heads import HeadRunner, ObservedRows
 from tests.simulation import FixedPolicy
 from tests.support import tiny
-from tests.support.heads import write_head
+from tests.support.heads import Reference, write_head
 
 TOLERANCES = {"llama": 1e-8, "qwen2": 1e-8, "qwen3": 1e-8, "mistral": 1e-8, "gemma3": 1e-8, "gemma2": 1e-5}
 """Differences that are allowed; Gemma 2 computes its norms in float32."""
@@ -38,37 +34,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def head(tiny_pairs: dict[str, tuple[str, str]], tmp_path: Path, request: Any) -> tuple[str, str]:
-    """A target, and a head of random weights."""
-    target = tiny_pairs[request.param][0]
-    return target, write_head("eagle", "random", target, tmp_path / "head")
-
-
-class Reference:
-    """A head over whole texts."""
-
-    def __init__(self, target: str, head: str) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-        self._head = load_head(Path(head), self.model)
-        self._states: dict[int, Tensor] = {}
-        for number, layer in enumerate(decoder_layers(self.model)):
-            layer.register_forward_hook(lambda _module, _inputs, output, number=number: self._take(number, output))
-
-    def _take(self, layer: int, output: Tensor) -> None:
-        self._states[layer] = output[0]
-
-    @torch.inference_mode()
-    def logits(self, text: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Those after drafted tokens, which follow a text: [vocabulary]."""
-        self.model(torch.tensor([text]))
-        features = self._head.fuse(torch.stack([self._states[layer] for layer in self._head.taps]))[:-1]
-        outputs = torch.empty(0, features.shape[1], dtype=features.dtype)
-        tokens = [*text[1:]]
-        for drafted in (None, *path):
-            if drafted is not None:
-                tokens, features = [*tokens, drafted], torch.cat([features, outputs[-1:]])
-            positions = torch.arange(len(tokens))[None]
-            outputs = self._head(torch.tensor([tokens]), positions, features[None], step=CausalPlan()).logits[0]
-        return self._head.logits(outputs[-1:])[0]
+    """A target, and a head of random weights: "llama" or "llama specformer"."""
+    arch, _, kind = request.param.partition(" ")
+    target = tiny_pairs[arch][0]
+    return target, write_head(kind or "eagle", "random", target, tmp_path / "head")
 
 
 class Checked(HeadDrafter):
@@ -90,14 +59,18 @@ class Checked(HeadDrafter):
                 found = next(rows)
                 if self.begun.get(request) == known:
                     wanted = self.reference.logits(part.sequence.text, path)
-                    torch.testing.assert_close(found.cpu(), wanted, rtol=self.tolerance, atol=self.tolerance)
+                    torch.testing.assert_close(
+                        self._head.spread(found[None])[0].cpu(), wanted, rtol=self.tolerance, atol=self.tolerance
+                    )
                     self.checked[len(path)] = self.checked.get(len(path), 0) + 1
         super()._expand(parts, logits)
 
 
 @pytest.mark.parametrize("exact", ["default", "strict"])
 @pytest.mark.parametrize(
-    "head", ["llama", *(pytest.param(arch, marks=pytest.mark.slow) for arch in [*TOLERANCES][1:])], indirect=True
+    "head",
+    ["llama", "llama specformer", *(pytest.param(arch, marks=pytest.mark.slow) for arch in [*TOLERANCES][1:])],
+    indirect=True,
 )
 def test_every_expanded_node_is_that_of_one_pass(
     head: tuple[str, str], exact: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -111,20 +84,46 @@ def test_every_expanded_node_is_that_of_one_pass(
 def test_every_expanded_node_is_that_of_one_pass_after_failures(
     head: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Passes after which memory ran out are repeated; a target that died has read nothing."""
-    calls, observe = itertools.count(1), HeadRunner.observe
+    """Passes after which memory ran out are repeated; a target that died has read nothing. 5 s."""
+    calls, choose = itertools.count(1), target_worker._choose
 
-    def failing(self: HeadRunner, batch: Sequence[ObservedRows]) -> None:
+    def failing(verified: Any, logits: Any) -> Any:
         match next(calls):
             case 3 | 4 | 17:
                 raise MemoryError
             case 9 | 30:
                 raise RuntimeError("planted")
-        observe(self, batch)
+        return choose(verified, logits)
 
-    monkeypatch.setattr(HeadRunner, "observe", failing)
+    monkeypatch.setattr(target_worker, "_choose", failing)
     _answer_with_checks(head, monkeypatch)
     assert next(calls) > 40 and caplog.text.count("planted") >= 2 and "AssertionError" not in caplog.text
+
+
+@pytest.mark.parametrize("head", ["llama"], indirect=True)
+def test_requests_go_on_without_a_head_that_fails(
+    head: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, folder = head
+    calls, observe = itertools.count(1), HeadRunner.observe
+
+    def failing(self: HeadRunner, batch: Sequence[ObservedRows]) -> None:
+        if next(calls) == 5:
+            raise RuntimeError("planted")
+        observe(self, batch)
+
+    prompt, params = tiny.byte_tokenizer()("def f(x):").input_ids, SamplingParams(max_tokens=24, schedule="sequential")
+    fields: dict[str, Any] = {"dtype": "float64", "max_model_len": 128, "drafters": ()}
+    with Engine(EngineConfig(target, None, **fields)) as engine:
+        plain = engine.submit(prompt, params).result()
+    monkeypatch.setattr(HeadRunner, "observe", failing)
+    monkeypatch.setattr(build, "Controller", lambda **_: FixedPolicy())
+    with Engine(EngineConfig(target, f"head?file={folder}", **fields)) as engine:
+        done = engine.submit(prompt, params).result()
+        assert engine.submit(prompt, params).result().token_ids == plain.token_ids
+        health = {name: each.state for name, each in engine.health().items()}
+    assert done.token_ids == plain.token_ids and done.stats.verified > 0 and {*health.values()} == {"up"}
+    assert caplog.text.count("requests go on without it") == 1 and next(calls) == 6
 
 
 def _answer_with_checks(head: tuple[str, str], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:

@@ -32,7 +32,7 @@ class Reference:
 
     @torch.inference_mode()
     def states(self, token_ids: list[int]) -> Tensor:
-        """Of each token, [tokens, features]."""
+        """Return the states of each token, [tokens, features]."""
         found: Tensor = self._model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[LAYERS[0] + 1]
         return found[0]
 

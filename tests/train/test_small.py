@@ -1,4 +1,4 @@
-"""A training of 90 seconds with a real model, which has nothing but itself to learn from."""
+"""A training of a minute or two with a real model, which has nothing but itself to learn from."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_sta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "specformer"])
-def test_ninety_seconds_make_a_head_that_is_right_at_times(kind: str, tmp_path: Path) -> None:
-    """Half a minute of answers and half a minute of training; on a busy machine there are fewer answers."""
+def test_six_thousand_tokens_make_a_head_that_is_right_at_times(kind: str, tmp_path: Path) -> None:
+    """Half of it is for answers. The work is bounded and not the time, which depends on the machine."""
     out = tmp_path / "head"
-    assert cli.main(["train", kind, "--model", SMALL, "--hours", "0.025", "--out", str(out)]) == 0
+    assert cli.main(["train", kind, "--model", SMALL, "--tokens", "6000", "--out", str(out)]) == 0
     described = json.loads((out / "head.json").read_text())
     untrained = described["curve"][0][2]
     assert described["accepted_length"] > untrained + 0.03

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from langchain_card import cli
@@ -22,7 +22,7 @@ from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
 from langchain_card.testing import prompts
 from langchain_card.train import shards
-from langchain_card.train.prompts import questions_in
+from langchain_card.train.prompts import read_prompts
 from langchain_card.train.record import STORED, RecordedText
 from langchain_card.train.shards import ShardWriter, texts_in
 from tests.support.heads import write_head
@@ -95,8 +95,11 @@ def test_a_training_that_is_killed_goes_on(trained: Path, tmp_path: Path) -> Non
 
 
 def curve_in(folder: Path) -> list[Any]:
-    file = folder / "checkpoint.json"
-    return list(json.loads(file.read_text())["curve"]) if file.exists() else []
+    file = folder / "checkpoint.safetensors"
+    if not file.exists():
+        return []
+    with safe_open(file, "pt") as opened:
+        return list(json.loads(opened.metadata()["state"])["curve"])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,7 @@ def curve_in(folder: Path) -> list[Any]:
         (["--resume"], "has no training"),
         (["--data", "none.jsonl"], "none.jsonl': cannot be read"),
         (["--tokens", "10"], "--tokens = 10"),
+        (["--tokens", "0"], "--tokens = 0"),
         (["--hours", "1"], "not allowed with"),
     ],
 )
@@ -116,30 +120,39 @@ def test_a_training_that_cannot_be(change: list[str], words: str, tmp_path: Path
     assert code and words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_target_that_writes_no_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("langchain_card.train.prompts.LEAST_CHARS", 10_000)
     assert cli.main([*command(tmp_path, tmp_path / "head"), "--data", "self"])
     assert "100 of 100 were fragments" in capsys.readouterr().err
 
 
+def test_prompts_without_room_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One is longer than a text that is recorded; one spells a control token, which is read as characters. 3 s."""
+    file = tmp_path / "prompts.jsonl"
+    texts = ["x" * 2_000, "<|end|> and on", *PROMPTS[:20]]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    out = tmp_path / "head"
+    assert cli.main([*command(file, out)[:-4], "--tokens", "100000", "--out", str(out)]) == 0
+    assert caplog.text.count("a prompt is left out") == 1
+    stored = [text.read_tokens() for text in texts_in(out / "training")]
+    assert len(stored) == 21 and not any(256 in tokens[:20] for tokens in stored)
+
+
 def test_a_folder_has_one_training(trained: Path, capsys: Any) -> None:
     arguments = command(trained.parent / "prompts.jsonl", trained)
     assert cli.main(arguments) and "has a training already" in capsys.readouterr().err
-    assert cli.main([*arguments, "--resume", "--tokens", "5000"]) and "num_tokens = 5000" in capsys.readouterr().err
+    other = trained.parent / "other.jsonl"
+    other.write_text('{"prompt": "another"}')
+    assert cli.main([*command(other, trained), "--resume"]) and "--data = " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": 1}', '{"prompt": 1}', '{"messages": []}'])
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": 1}', '{"prompt": 1}', '{"messages": []}', '{"messages": [1]}'])
 def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n' + line)
     with pytest.raises(InvalidInputError, match="line 2"):
-        list(questions_in(file))
-
-
-def test_a_head_has_one_target(trained: Path) -> None:
-    with pytest.raises(InvalidInputError) as raised:
-        Engine(EngineConfig(prompts.folder("qwen2"), f"head?file={trained}", max_model_len=256))
-    assert len(re.findall("sha256 [0-9a-f]{64}", str(raised.value))) == 2
+        read_prompts(file)
 
 
 def test_shards_hold_what_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
