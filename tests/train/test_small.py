@@ -13,7 +13,7 @@ from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from tests.support import SMALL
 
-QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+QUESTION = "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.slow
