@@ -24,15 +24,13 @@ SCHEDULES: dict[str, Schedule] = {PLAIN: "plain", "sequential": "sequential", "p
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"draft_model": "ngram", "drafters": None, "stack": ()},
-    "head": {"draft_model": "head", "drafters": None, "stack": ()},
     "model": {"drafters": (), "stack": ()},
     "beside": {"drafters": ("ngram",), "stack": ()},
     "below": {"drafters": (), "stack": ("ngram",)},
 }
 """Fields of `EngineConfig` by method, for methods with an engine of their own over the same weights.
 
-N-grams alone, the package's head for the target with n-grams beside it, the draft model alone, n-grams beside the draft
-model, and n-grams below it, all under `auto`."""
+N-grams alone, the draft model alone, n-grams beside the draft model, and n-grams below it, all under `auto`."""
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,6 @@ def open_methods(
 
 
 def _weights(name: str, pair: Pair) -> str:
-    draft = None if name in (PLAIN, "ngram", "head") else pair.draft
+    draft = None if name in (PLAIN, "ngram") else pair.draft
     words = [] if draft is None else [f"draft {number_format(draft)}", proposed_tokens(draft)]
     return ", ".join([number_format(pair.target), *filter(None, words)])
