@@ -34,7 +34,7 @@ from pathlib import Path
 
 MODEL = "smollm2-135m"
 folder = Path(tempfile.mkdtemp())
-command = ["train", "eagle", "--model", MODEL, "--tokens", "8000", "--out", str(folder / "head")]
+command = ["train", "eagle", "--model", MODEL, "--tokens", "4000", "--out", str(folder / "head")]
 command += ["--plot", str(folder / "curve.png")]
 done = subprocess.run([sys.executable, "-m", "langchain_card", *command], capture_output=True, text=True)
 print(done.stdout.replace(str(folder), "..."), done.stderr if done.returncode else "")
