@@ -1,12 +1,12 @@
 """Time of a head's parts beside a pass of its target: `python benchmarks/heads.py MODEL FOLDER` (a minute or two).
 
-Medians of 40 runs, all parts in turn, by rows of the window: a pass without taps, a pass with them, what the head does
+Medians of 60 runs, all parts in turn and back, by rows of the window: a pass without taps, a pass with them, what the head does
 after each pass, and a draft step.
 """
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,12 +16,13 @@ from langchain_card.core.messages import ROOT, Window
 from langchain_card.heads.folder import load_head
 from langchain_card.models.loader import load_model, resolve
 from langchain_card.runtime.heads import HeadRunner, ObservedRows
+from langchain_card.runtime.kv_cache import KVCache
 from langchain_card.runtime.rows import Rows
 from langchain_card.runtime.runner import ModelRunner
 from langchain_card.runtime.taps import Taps
 from langchain_card.runtime.threads import num_cores, use_threads
 
-CONTEXT, WIDTHS, RUNS = 200, (1, 2, 4, 8), 40
+CONTEXT, WIDTHS, RUNS = 200, (1, 2, 3, 4, 8, 16), 60
 
 
 def main() -> None:
@@ -39,27 +40,29 @@ def main() -> None:
     tapped = ModelRunner(model, taps=Taps(model, head.taps), more_layers=head.num_layers, **fields)
     head.bind(tapped)
     print(f"{'rows':>4} {'pass ms':>8} {'with taps':>10} {'observe':>8} {'step':>6}")
+    caches = [(runner, runner.open()) for runner in (plain, tapped)]
+    for runner, cache in caches:
+        runner.prefill(cache, [*range(100, 100 + CONTEXT)])
     for width in WIDTHS:
-        parts = of_width(plain, tapped, head, width)
+        parts = of_width(caches, head, width)
         spent: dict[str, list[float]] = {name: [] for name in parts}
-        for _ in range(RUNS):
-            for name, part in parts.items():
+        for run in range(RUNS):
+            for name in parts if run % 2 else reversed(parts):  # what ran before a part has filled the caches
                 begun = perf_counter()
-                part()
+                parts[name]()
                 spent[name].append(1e3 * (perf_counter() - begun))
         medians = {name: statistics.median(times[5:]) for name, times in spent.items()}
         print("{:>4} {plain:>8.2f} {taps:>10.2f} {observe:>8.2f} {step:>6.2f}".format(width, **medians), flush=True)
 
 
-def of_width(plain: ModelRunner, tapped: ModelRunner, head: HeadRunner, width: int) -> dict[str, Callable[[], object]]:
-    """Return the parts of a round whose window is a chain."""
+def of_width(
+    caches: Sequence[tuple[ModelRunner, KVCache]], head: HeadRunner, width: int
+) -> dict[str, Callable[[], object]]:
+    """Return the parts of a round whose window is a chain, by runners without taps and with them, and their texts."""
+    (plain, _), (tapped, _) = caches
     tokens, parents = (*range(400, 400 + width),), (ROOT, *range(width - 1))
     paths = [(*range(row + 1),) for row in range(width)]
-    windows = []
-    for runner in (plain, tapped):
-        cache = runner.open()
-        runner.prefill(cache, [*range(100, 100 + CONTEXT)])
-        windows.append(Rows(cache, tokens, CONTEXT, paths))
+    windows = [Rows(cache, tokens, CONTEXT, paths) for _, cache in caches]
     observed = ObservedRows(0, windows[1], [*range(401, 401 + width)], Window(0, 0, CONTEXT, tokens, parents))
     tapped.step([windows[1]])
     head.observe([observed])

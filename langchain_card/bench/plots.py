@@ -275,6 +275,27 @@ def _label(
     figure.subplots_adjust(left=0.17, right=0.99, top=0.86, bottom=0.12)
 
 
+def plot_curves(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, title: str) -> None:
+    """Draw what more answers are worth into a file: tokens a pass of each kind of head over tokens of answers."""
+    figure, [[panel]] = panels(4.2, 2.8, columns=1)
+    for (kind, points), color in zip(curves.items(), (HIT, OTHER), strict=True):
+        tokens, lengths = zip(*points, strict=True)
+        panel.plot(tokens, lengths, "o-", color=color, ms=3, lw=1.2)
+        panel.annotate(kind, (tokens[-1], lengths[-1]), (4, 4), textcoords="offset points", size=7, ha="right")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks([tokens for tokens, _ in next(iter(curves.values()))])
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    panel.minorticks_off()
+    panel.tick_params(labelsize=7)
+    panel.set_xlabel("tokens of answers", size=8)
+    panel.set_ylabel("tokens a pass, held out", size=8)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    figure.suptitle(title, size=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=160)
+
+
 def plot_curve(curve: Sequence[tuple[float, int, float]], path: Path, title: str) -> None:
     """Draw a training into a file: tokens a pass over minutes, and over tokens that were trained on."""
     seconds, tokens, lengths = zip(*curve, strict=True)

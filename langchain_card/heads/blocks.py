@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from langchain_card.heads.model import HeadModel
+from langchain_card.heads.model import HeadModel, Mixture
+from langchain_card.runtime.cpu import row_layers
 from langchain_card.runtime.cpu.blocks.formats import FORMATS, Q4_K, Q8_0, dequantize
 from langchain_card.runtime.cpu.blocks.packing import MatrixPart, StoredRows, pack
 from langchain_card.runtime.cpu.blocks.rounding import quantize
-from langchain_card.runtime.cpu.fused_layers import fuse_layers
+from langchain_card.runtime.cpu.fused_layers import fuse_layers, stack_layers
 from langchain_card.runtime.cpu.quantized_layers import QuantizedLinear, fuse_norm, split_by_layer
+from langchain_card.runtime.cpu.team import cores
 
 _READ_TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Linear layers of a decoder layer that read the same input, in the order in which the kernel has them."""
@@ -35,7 +38,7 @@ def numbers(stored: StoredRows) -> Tensor:
 
 @torch.inference_mode()
 def to_blocks(head: HeadModel, stored: Mapping[str, StoredRows]) -> None:
-    """Replace a head's linear layers by layers in blocks, and its decoder layer by a compiled one.
+    """Replace a head's matrices by matrices in blocks, and its parts by compiled ones.
 
     Args:
         head: with weights in float32.
@@ -53,12 +56,39 @@ def to_blocks(head: HeadModel, stored: Mapping[str, StoredRows]) -> None:
                 outputs = [getattr(module, name).out_features for name in names]
                 for name, part in zip(names, split_by_layer(whole, outputs), strict=True):
                     setattr(module, name, part)
+    head.set_submodule("fusion", _CompiledFusion(_layer([blocks("fusion.matrix")]), head.fusion.eps))
+    head.set_submodule("mixture", _CompiledMixture(_layer([blocks("mixture.matrix")]), head.mixture))
     for name, module in list(head.named_modules()):
         if isinstance(module, nn.Linear):
             head.set_submodule(name, _layer([blocks(name)], module.bias))
         elif (fused := fuse_norm(module)) is not None:
             head.set_submodule(name, fused)
     fuse_layers(head)
+    stack_layers(head)
+
+
+class _CompiledFusion(nn.Module):
+    def __init__(self, matrix: QuantizedLinear, eps: float) -> None:
+        super().__init__()
+        self._matrix, self._eps = matrix, np.float32(eps)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Fuse states as `Fusion` does."""
+        with cores() as team:
+            return torch.from_numpy(row_layers.fuse(states.numpy(), self._eps, self._matrix.weights, team))
+
+
+class _CompiledMixture(nn.Module):
+    def __init__(self, matrix: QuantizedLinear, mixture: Mixture) -> None:
+        super().__init__()
+        self._matrix, self._eps = matrix, np.float32(mixture.eps)
+        self._norms = torch.stack([mixture.token_norm.weight, mixture.feature_norm.weight]).numpy()
+
+    def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """Mix as `Mixture` does."""
+        own = features[0].numpy(), embedded[0].numpy()
+        with cores() as team:
+            return torch.from_numpy(row_layers.mix(*own, self._norms, self._eps, self._matrix.weights, team))[None]
 
 
 def _layer(matrices: Sequence[StoredRows], bias: Tensor | None = None) -> QuantizedLinear:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from langchain_card.errors import UnsupportedModelError
-from langchain_card.runtime.attention import ATTENTION_NAME, register
+from langchain_card.runtime.attention import ATTENTION_NAME, Rotary, register
 from langchain_card.runtime.families import decoder_layers, kv_shape
 
 NUM_LAYERS = 1
@@ -21,6 +21,46 @@ class HeadOutput(NamedTuple):
     """The outputs of a head's rows, [1, rows, features], where a model of transformers has logits."""
 
     logits: Tensor
+
+
+class Fusion(nn.Module):
+    """Features of the target's rows by its states: the last one, and what a matrix makes of the others.
+
+    Args:
+        size: features of a state.
+        num_taps: tapped layers.
+        eps: epsilon of the norms.
+    """
+
+    def __init__(self, size: int, num_taps: int, eps: float) -> None:
+        super().__init__()
+        self.matrix, self.eps = nn.Linear((num_taps - 1) * size, size, bias=False), eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Fuse states, [taps, rows, features], into [rows, features]."""
+        *others, last = F.rms_norm(states, states.shape[-1:], eps=self.eps)
+        fused: Tensor = last + self.matrix(torch.cat(others, dim=-1))
+        return fused
+
+
+class Mixture(nn.Module):
+    """What the layers of a head read: features, and what a matrix makes of them and of the token after.
+
+    Args:
+        size: features of a state.
+        eps: epsilon of the norms.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.matrix, self.eps = nn.Linear(2 * size, size, bias=False), eps
+        self.token_norm, self.feature_norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
+
+    def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """Mix features and embeddings of tokens, both [1, rows, features], into the same."""
+        normed = torch.cat([self.token_norm(embedded), self.feature_norm(features)], dim=-1)
+        mixed: Tensor = features + self.matrix(normed)
+        return mixed
 
 
 class HeadModel(nn.Module):
@@ -63,16 +103,16 @@ class HeadModel(nn.Module):
         self.config = _layer_config(config, intermediate_size)
         self._embedding: tuple[Any] = (decoder.embed_tokens,)  # in a tuple: no part of the head
         own = _decoder(self.config)
-        self.layers, self.norm, self.rotary_emb = own.layers, own.norm, own.rotary_emb
+        self.layers, self.norm = own.layers, own.norm
+        self.rotary_emb = Rotary(self.config.head_dim, self.config.rope_parameters["rope_theta"])
         self.layers[0].self_attn.layer_idx = first
         size, eps = self.config.hidden_size, self.config.rms_norm_eps
-        self.fusion = nn.Linear((len(self.taps) - 1) * size, size, bias=False)
-        self.mixture = nn.Linear(2 * size, size, bias=False)
-        self.token_norm, self.feature_norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
+        self.fusion, self.mixture = Fusion(size, len(self.taps), eps), Mixture(size, eps)
         ones = torch.ones(1, size, dtype=target.dtype, device=target.device)
         with torch.no_grad():
             self.norm.weight.copy_(decoder.norm(ones)[0])
-            for added in (self.fusion, self.mixture, self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj):
+            out, down = self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj
+            for added in (self.fusion.matrix, self.mixture.matrix, out, down):
                 added.weight.zero_()
         self.ids: Tensor | None
         self.register_buffer("ids", ids, persistent=False)
@@ -80,8 +120,9 @@ class HeadModel(nn.Module):
 
     @staticmethod
     def taps_of(target: Any) -> list[int]:
-        """Return the layers of a target whose states the head reads, in ascending order; the last one is among them."""
-        raise NotImplementedError
+        """Return the layers of a target whose states a head reads: a low one, a middle one and the last."""
+        last = len(decoder_layers(target)) - 1
+        return sorted({min(2, last), last // 2, last})
 
     @property
     def device(self) -> torch.device:
@@ -101,8 +142,7 @@ class HeadModel(nn.Module):
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return features of the target's rows, [rows, features], by their states, [taps, rows, features]."""
-        *others, last = F.rms_norm(states, states.shape[-1:], eps=self.config.rms_norm_eps)
-        fused: Tensor = last + self.fusion(torch.cat(others, dim=-1))
+        fused: Tensor = self.fusion(states)
         return fused
 
     def forward(
@@ -117,24 +157,24 @@ class HeadModel(nn.Module):
             logits_to_keep: rows whose outputs are returned, or 0 for all.
             step: arguments of the attention.
         """
-        embedded = self._embedding[0](input_ids).to(features.dtype)
-        hidden = features + self.mixture(torch.cat([self.token_norm(embedded), self.feature_norm(features)], dim=-1))
+        hidden = self.mixture(features, self._embedding[0](input_ids).to(features.dtype))
         angles = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=angles, position_ids=position_ids, **step)
         return HeadOutput(hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
 
-    def replay(self, token_ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Yield the scores of drafts over a whole text, step by step, with gradients.
+    def replay(self, token_ids: Tensor, positions: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """Yield the scores of drafts over whole texts, step by step, with gradients.
 
         Args:
             token_ids: [rows] the token after each row.
+            positions: [rows] places in their texts, which follow each other.
             features: [rows, features] of the target (`fuse`).
             steps: number of draft steps; heads of slots have one for each slot.
 
         Yields:
             [rows, tokens of the head]: in step s (from 0), row r has the node that hangs below row r - s, after the
-            text's tokens up to `token_ids[r]`. The first s rows have no such node.
+            text's tokens up to `token_ids[r]`. The first s rows of each text have no such node.
         """
         raise NotImplementedError
 

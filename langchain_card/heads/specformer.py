@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from langchain_card.heads.causal import CausalPlan
 from langchain_card.heads.model import HeadModel
-from langchain_card.runtime.families import decoder_layers
 
 SLOTS = 4
 """Tokens that are drafted at once."""
@@ -26,7 +25,7 @@ RANK = 64
 
 
 class SpecFormerHead(HeadModel):
-    """A head that drafts `SLOTS` tokens at once. It reads states of a middle layer and of the last two.
+    """A head that drafts `SLOTS` tokens at once.
 
     Args:
         target, ids, intermediate_size: as in `HeadModel`.
@@ -50,16 +49,10 @@ class SpecFormerHead(HeadModel):
             self.map.weight.copy_(torch.eye(size).repeat(SLOTS, 1))
             self.map.bias.zero_()
 
-    @staticmethod
-    def taps_of(target: Any) -> list[int]:
-        """Return layers as `HeadModel` demands."""
-        last = len(decoder_layers(target)) - 1
-        return sorted({last // 2, max(0, last - 1), last})
-
-    def replay(self, token_ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+    def replay(self, token_ids: Tensor, positions: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Yield scores as `HeadModel` demands, one slot a step."""
-        positions = torch.arange(len(token_ids), device=token_ids.device)[None]
-        slots = self.slots(self(token_ids[None], positions, features[None], step=CausalPlan()).logits[0])
+        outputs = self(token_ids[None], positions[None], features[None], step=CausalPlan(positions)).logits[0]
+        slots = self.slots(outputs)
         for slot in range(steps):
             shifted = F.pad(slots[: len(slots) - slot, slot], (0, 0, slot, 0))
             yield self.slot_logits(shifted, token_ids)

@@ -1,10 +1,14 @@
-"""The attention implementation "card" for transformers: each step passes a plan of what its rows see."""
+"""Attention of models: the implementation "card" for transformers, and rotary positions.
+
+Each step passes a plan of what its rows see.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from langchain_card.runtime.rows import AttentionOptions
@@ -46,6 +50,27 @@ def card_attention(
     """Attend by the step's plan; the model's layers call this. Masks are ignored, and no weights are returned."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     return step.attend(layer, query, key, value, AttentionOptions(scaling, sliding_window, softcap)), None
+
+
+class Rotary(nn.Module):
+    """Rotary positions of the usual kind (RoFormer, arXiv 2104.09864): no scaling.
+
+    Args:
+        head_dim: features of an attention head.
+        theta: base of the frequencies.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self._frequencies: Tensor
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        self.register_buffer("_frequencies", frequencies, persistent=False)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, [1, rows, head_dim] in the type of `hidden`, of positions [1, rows]."""
+        angles = position_ids[..., None].float() * self._frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
 
 
 def register(name: str = ATTENTION_NAME, attention: Callable[..., tuple[Tensor, None]] = card_attention) -> None:

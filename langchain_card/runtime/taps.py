@@ -65,12 +65,11 @@ class Taps:
         """The tapped layers."""
         return [*self._places]
 
-    def take(self, layer: int, output: Tensor) -> None:
-        """Copy what a tapped layer put out: [1, rows, features]."""
-        rows = output[0]
+    def room(self, rows: Tensor) -> Tensor:
+        """Return where states of a pass go, [taps, rows, features], by its rows [rows, features]."""
         if self._states is None:
             self._states = torch.empty(len(self._places), *rows.shape, dtype=rows.dtype, device=self._device)
-        self._states[self._places[layer]].copy_(rows)
+        return self._states
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -80,7 +79,8 @@ class Taps:
     def _hook(self, layer: int) -> Any:
         def take(module: nn.Module, inputs: Any, output: Any) -> None:
             if _passes.now is self:
-                self.take(layer, output if isinstance(output, Tensor) else output[0])
+                rows = (output if isinstance(output, Tensor) else output[0])[0]
+                self.room(rows)[self._places[layer]].copy_(rows)
 
         return take
 

@@ -41,6 +41,9 @@ SAVE_SECONDS = 300.0
 PATIENCE = 3
 """Checks without a better accepted length after which training ends."""
 
+BF16_FEATURES = "avx512bf16", "amx-bf16", "bf16"
+"""LLVM's names for instructions that multiply bfloat16: of x86 and of ARM."""
+
 WEIGHTS = "checkpoint.safetensors"
 
 
@@ -110,7 +113,8 @@ class Trainer:
         from accelerate import Accelerator  # half a second
 
         on_cpu = head.device.type == "cpu"
-        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision="no" if on_cpu else "bf16")
+        in_bf16 = not on_cpu or _multiplies_bf16()
+        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if in_bf16 else "no")
         self._folder, self._bounds, self._report = folder, bounds, report
         self._replay, self._texts = replay, texts
         self._held_out = [text.read() for text in held_out]
@@ -138,12 +142,11 @@ class Trainer:
 
     def _step(self) -> None:
         self._head.train()
-        for stored in self._next_texts():
-            text = stored.read()
-            with self._accelerator.autocast():
-                loss = self._replay(text, 1 if self._share < ONE_STEP else NUM_STEPS).loss / TEXTS_A_STEP
-            self._accelerator.backward(loss)
-            self.state.num_tokens += stored.num_tokens
+        stored = self._next_texts()
+        with self._accelerator.autocast():
+            loss = self._replay([text.read() for text in stored], 1 if self._share < ONE_STEP else NUM_STEPS).loss
+        self._accelerator.backward(loss)
+        self.state.num_tokens += sum(text.num_tokens for text in stored)
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
         fallen = LEAST_SHARE + (1 - LEAST_SHARE) * (1 + math.cos(math.pi * min(1.0, self._share))) / 2
         for group in self._optimizer.param_groups:
@@ -169,7 +172,8 @@ class Trainer:
     def _check(self) -> None:
         """Measure the accepted length, and write a checkpoint."""
         self._head.eval()
-        length = mean_accepted(self._replay, self._held_out)
+        with self._accelerator.autocast():
+            length = mean_accepted(self._replay, self._held_out)
         is_best = all(length > before for *_, before in self.state.curve)
         self.state.curve.append((self.state.seconds, self.state.num_tokens, length))
         self._save(is_best=is_best)
@@ -208,6 +212,14 @@ class Trainer:
             for name, weight in self._parameters.items():
                 weight.copy_(best[name])
         self._head.eval()
+
+
+def _multiplies_bf16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16, which are twice as fast as float32."""
+    from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
+
+    features = get_host_cpu_features()
+    return any(features.get(name, False) for name in BF16_FEATURES)
 
 
 def write_at_once(file: Path, write: Callable[[Path], object]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from langchain_card.config import EngineConfig
 from langchain_card.engine.kinds import hash_model
 from langchain_card.errors import InvalidInputError
-from langchain_card.heads.folder import KINDS, make_head, save_head
+from langchain_card.heads.folder import make_head, save_head
+from langchain_card.heads.model import HeadModel
 from langchain_card.models.files import Progress, locked
 from langchain_card.models.loader import Pair, acquire_model, release_model, resolve
 from langchain_card.train.answers import record_answers
@@ -29,7 +30,7 @@ from langchain_card.train.shards import ShardWriter, StoredText, texts_in
 TRAINING = "training"
 """Folder of what only training needs, in that of the head; it may be removed afterwards."""
 
-MAX_IDS = 16_384
+MAX_IDS = 8192
 """Tokens that a head proposes, at most: the most frequent ones of the answers."""
 
 HELD_OUT = 0.05
@@ -133,16 +134,15 @@ def _train(
     own = folder / TRAINING
     make_head(options.kind, model, torch.float32, ids=torch.arange(8))  # refuses what has no heads before the work
     config = replace(config, max_model_len=min(MAX_LEN, pair.max_len))
-    _record(own, config, KINDS[options.kind].taps_of(model), prompts, options, report)
+    _record(own, config, HeadModel.taps_of(model), prompts, options, report)
     texts = texts_in(own)
     if len(texts) < LEAST_TEXTS:
         name, value = options.length
         limit = f"gave {len(texts)} answers: {LEAST_TEXTS} are needed at least"
         raise InvalidInputError(name, value, limit, "give more, with --resume, or prompts with --data")
-    count = min(MAX_HELD_OUT, max(2, int(len(texts) * HELD_OUT)))
-    held_out, texts = texts[:count], texts[count:]
+    held_out, texts = held_out_of(texts)
     torch.manual_seed(0)
-    head = make_head(options.kind, model, torch.float32, ids=_frequent(own, texts))
+    head = make_head(options.kind, model, torch.float32, ids=_ids_of(own, texts))
     bounds = options.bounds(PASSES)
 
     def report_training(state: TrainingState) -> None:
@@ -208,13 +208,24 @@ def _record(
     write_at_once(file, lambda part: part.write_text(json.dumps({"seconds": spent + seconds, "ended": ended})))
 
 
-def _frequent(folder: Path, texts: Sequence[StoredText]) -> Tensor:
-    """Return the most frequent tokens of the answers, ascending: those with which the training began."""
+def held_out_of(texts: Sequence[StoredText]) -> tuple[Sequence[StoredText], Sequence[StoredText]]:
+    """Split texts into those on which the accepted length is measured, and those to train on."""
+    count = min(MAX_HELD_OUT, max(2, int(len(texts) * HELD_OUT)))
+    return texts[:count], texts[count:]
+
+
+def frequent_tokens(texts: Sequence[StoredText]) -> Tensor:
+    """Return the `MAX_IDS` most frequent tokens of answers, ascending."""
+    counts = Counter[int]()
+    for text in texts:
+        counts.update(text.read_tokens()[text.num_prompt :])
+    return torch.tensor(sorted(token for token, _ in counts.most_common(MAX_IDS)))
+
+
+def _ids_of(folder: Path, texts: Sequence[StoredText]) -> Tensor:
+    """Return the tokens that the head proposes: those with which the training began."""
     file = folder / "ids.json"
     if not file.exists():
-        counts = Counter[int]()
-        for text in texts:
-            counts.update(text.read_tokens()[text.num_prompt :])
-        ids = sorted(token for token, _ in counts.most_common(MAX_IDS))
+        ids = frequent_tokens(texts).tolist()
         write_at_once(file, lambda part: part.write_text(json.dumps(ids)))
     return torch.tensor(json.loads(file.read_text()))

@@ -59,8 +59,9 @@ class Reference:
         for drafted in (None, *([] if self._head.num_slots else path)):
             if drafted is not None:
                 tokens, features = [*tokens, drafted], torch.cat([features, outputs[-1:]])
-            positions = torch.arange(len(tokens))[None]
-            outputs = self._head(torch.tensor([tokens]), positions, features[None], step=CausalPlan()).logits[0]
+            positions = torch.arange(len(tokens))
+            plan = CausalPlan(positions)
+            outputs = self._head(torch.tensor([tokens]), positions[None], features[None], step=plan).logits[0]
         if not self._head.num_slots:
             return self._head.spread(self._head.logits(outputs[-1:]))[0]
         if len(path) >= self._head.num_slots:

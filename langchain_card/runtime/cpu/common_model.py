@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from langchain_card.runtime.attention import Rotary
 from langchain_card.runtime.cpu.fused_layers import FusedLayer
 from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm
 from langchain_card.runtime.rows import AttentionOptions
@@ -103,16 +104,12 @@ class _Decoder(nn.Module):
             self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList([_Layer(config, index) for index in range(config.num_hidden_layers)])
             self.norm = FusedRMSNorm(torch.empty(config.hidden_size), config.rms_norm_eps)
-        size = _head_dim(config)
-        steps = torch.arange(0, size, 2).float() / size
-        self._frequencies: Tensor = 1.0 / config.rope_parameters["rope_theta"] ** steps
+        self.rotary_emb = Rotary(_head_dim(config), config.rope_parameters["rope_theta"])
 
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, step: StepPlan, **_: Any) -> Tensor:
         """Run a pass: [1, rows] token ids and positions -> [1, rows, features]."""
-        angles = position_ids[..., None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        cos_sin = angles.cos(), angles.sin()
         hidden = self.embed_tokens(input_ids)
+        cos_sin = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=cos_sin, step=step)
         normed: Tensor = self.norm(hidden)

@@ -21,7 +21,7 @@ from langchain_card.runtime.cpu import low_rank, row_layers
 from langchain_card.runtime.cpu.blocks.matmul import Weights
 from langchain_card.runtime.cpu.integer_kv import IntegerKV
 from langchain_card.runtime.cpu.low_rank import LayerAdapters, no_adapters
-from langchain_card.runtime.cpu.plan import RowStablePlan, arrays, kernel_heads
+from langchain_card.runtime.cpu.plan import NOT_TAPPED, RowStablePlan, arrays, kernel_heads
 from langchain_card.runtime.cpu.quantized_layers import FusedRMSNorm, LinearPart, QuantizedLinear, as_array
 from langchain_card.runtime.cpu.row_attention import Seen
 from langchain_card.runtime.cpu.team import cores
@@ -158,6 +158,7 @@ class FusedStack(nn.Module):
             softcaps=np.array([head.softcap for head in heads]),
             num_heads=first._num_heads,
             num_kv_heads=first._num_kv_heads,
+            first=first.layer_idx,
         )
         self._none = no_adapters(len(layers))
         self._prepare(first._head_dim)
@@ -165,29 +166,22 @@ class FusedStack(nn.Module):
     def _prepare(self, head_dim: int) -> None:
         """Compile what `forward` needs, or load it from numba's cache; this takes seconds that no step should spend."""
         x, angles, zero = np.ones_like(self._stack.norms[0, :1]), np.ones((1, head_dim), np.float32), np.zeros(1, int)
-        kv = IntegerKV(1, layers=len(self.stacked_layers), kv_heads=self._stack.num_kv_heads, head_dim=head_dim)
+        layers = self._stack.first + len(self.stacked_layers)
+        kv = IntegerKV(1, layers=layers, kv_heads=self._stack.num_kv_heads, head_dim=head_dim)
         seen = Seen(zero, zero, zero + 1, zero[:0], zero)
         with cores() as team:
-            row_layers.decode(x, self._stack, 0, 1, self._none, angles, angles, arrays(kv), seen, team)
+            row_layers.decode(x, self._stack, self._none, angles, angles, arrays(kv), seen, *NOT_TAPPED, team)
 
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], step: StepPlan, **_: Any
     ) -> Tensor:
-        """Run all layers: [1, rows, features] -> the same; cosines and sines are [1, rows, head_dim].
-
-        They run in one call, or in pieces that end with the tapped layers.
-        """
+        """Run all layers: [1, rows, features] -> the same; cosines and sines are [1, rows, head_dim]."""
         if not isinstance(step, RowStablePlan):
             for layer in self.stacked_layers:
                 hidden = layer(hidden, position_embeddings=position_embeddings, step=step)
             return hidden
-        hidden, adapters, first = hidden.clone(), _adapters(self, self._none), 0
-        if (taps := taps_of_pass()) is not None:
-            for tapped in taps.layers:
-                step.decode(self._stack, range(first, tapped + 1), adapters, hidden, *position_embeddings)
-                taps.take(tapped, hidden)
-                first = tapped + 1
-        step.decode(self._stack, range(first, len(self.stacked_layers)), adapters, hidden, *position_embeddings)
+        hidden = hidden.clone()
+        step.decode(self._stack, _adapters(self, self._none), hidden, *position_embeddings, taps_of_pass())
         return hidden
 
     def lay_out_adapters(self, layers: str, take: TakeAdapters) -> dict[nn.Module, LayerAdapters]:
@@ -216,7 +210,8 @@ def stack_layers(decoder: Any) -> None:
     for name, child in decoder.named_children():
         layers = [layer for layer in child.children() if isinstance(layer, FusedLayer)]
         if isinstance(child, nn.ModuleList) and 0 < len(layers) == len(child):
-            in_order = [layer.layer_idx for layer in layers] == list(range(len(layers)))
+            indexes = [layer.layer_idx for layer in layers]
+            in_order = indexes == [*range(indexes[0], indexes[0] + len(layers))]
             if in_order and len({layer.shape for layer in layers}) == 1:
                 decoder.set_submodule(name, nn.ModuleList([FusedStack(layers)]))
 

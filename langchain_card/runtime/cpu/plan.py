@@ -22,9 +22,13 @@ from langchain_card.runtime.cpu.row_layers import Stack
 from langchain_card.runtime.cpu.team import cores
 from langchain_card.runtime.kv_cache import KVPool, TensorKV
 from langchain_card.runtime.rows import AttentionOptions, Rows
+from langchain_card.runtime.taps import Taps
 
 EVERYTHING = 1 << 62
 """Window of a layer that sees all positions."""
+
+NOT_TAPPED = np.empty(0, np.int64), np.empty((0, 0, 0), np.float32)
+"""Layers that are tapped and room for their states, in a pass without taps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +57,24 @@ class RowStablePlan:
         return torch.from_numpy(out)[None].to(query.dtype)
 
     def decode(
-        self, stack: Stack, layers: range, adapters: LayerAdapters, hidden: Tensor, cos: Tensor, sin: Tensor
+        self, stack: Stack, adapters: LayerAdapters, hidden: Tensor, cos: Tensor, sin: Tensor, taps: Taps | None
     ) -> None:
-        """Run layers in one call.
+        """Run all layers in one call.
 
         Args:
             stack: the model's layers.
-            layers: those to run, without gaps.
             adapters: of all layers.
             hidden: [1, rows, features]; replaced by the output.
             cos: [1, rows, head_dim], cosines of the rows' positions.
             sin: [1, rows, head_dim], sines of the rows' positions.
+            taps: of the pass, if it has any.
         """
+        x = hidden[0].numpy()
+        tapped, states = NOT_TAPPED if taps is None else (_numbers(taps.layers), taps.room(hidden[0]).numpy())
         with cores() as team:
             row_layers.decode(
-                hidden[0].numpy(), stack, layers.start, layers.stop, adapters, cos[0].numpy(), sin[0].numpy(),
-                arrays(self.pool.kv), self.seen, team,
+                x, stack, adapters, cos[0].numpy(), sin[0].numpy(), arrays(self.pool.kv), self.seen, tapped, states,
+                team,
             )  # fmt: skip
 
 

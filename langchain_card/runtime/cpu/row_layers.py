@@ -41,6 +41,7 @@ class Stack(NamedTuple):
         down: matrices after the gates.
         windows, scalings, softcaps: [layers] fields of `row_attention.Heads`.
         num_heads, num_kv_heads: number of heads of each layer.
+        first: index of the first layer in the KV.
     """
 
     norms: Array
@@ -57,6 +58,7 @@ class Stack(NamedTuple):
     softcaps: Numbers
     num_heads: int
     num_kv_heads: int
+    first: int
 
 
 class KV(NamedTuple):
@@ -73,28 +75,29 @@ class KV(NamedTuple):
 
 @compiled()
 def decode(
-    x: Array, stack: Stack, first: int, stop: int, adapters: LayerAdapters, cos: Array, sin: Array, kv: KV, seen: Seen,
-    team: Team,
+    x: Array, stack: Stack, adapters: LayerAdapters, cos: Array, sin: Array, kv: KV, seen: Seen, tapped: Array,
+    states: Array, team: Team,
 ) -> None:  # fmt: skip
-    """Run layers from `first` to before `stop`.
+    """Run all layers.
 
     Args:
         x: [rows, features]; replaced by the output.
         stack: the model's layers.
-        first: the first layer to run.
-        stop: the first layer after them.
         adapters: of all layers.
         cos: [rows, head_dim], cosines of the rows' positions.
         sin: [rows, head_dim], sines of the rows' positions.
         kv: keys and values.
         seen: slots of the rows.
+        tapped: indexes of layers, in ascending order.
+        states: [tapped, rows, features] receives what these layers put out.
         team: of `team.cores`.
     """
     rows, size = cos.shape
     q = np.empty((rows, stack.num_heads, size), np.float32)
     k = np.empty((rows, stack.num_kv_heads, size), np.float32)
     v = np.empty_like(k)
-    for i in range(first, stop):
+    num_copied = 0
+    for i in range(len(stack.norms)):
         own = low_rank.of_layer(adapters, i)
         heads(
             x, stack.norms[i, 0], stack.eps[i, 0], one(stack.qkv, i), own, stack.bias[i], cos, sin, stack.head_norms[i],
@@ -102,13 +105,16 @@ def decode(
         )  # fmt: skip
         wanted = Heads(stack.windows[i], stack.scalings[i], stack.softcaps[i])
         if len(kv.floats):
-            attended = row_attention.attend(q, k, v, kv.floats[i], seen, wanted, team)
+            attended = row_attention.attend(q, k, v, kv.floats[stack.first + i], seen, wanted, team)
         else:
-            attended = block_attention.attend(q, k, v, of_layer(kv.blocks, i), seen, wanted, team)
+            attended = block_attention.attend(q, k, v, of_layer(kv.blocks, stack.first + i), seen, wanted, team)
         rest(
             x, attended.reshape(rows, -1), one(stack.out, i), stack.norms[i, 1], stack.eps[i, 1], one(stack.gate_up, i),
             one(stack.down, i), own, team,
         )  # fmt: skip
+        if num_copied < len(tapped) and tapped[num_copied] == i:
+            states[num_copied] = x
+            num_copied += 1
 
 
 @compiled()
@@ -132,6 +138,56 @@ def linear(x: Array, weights: Weights, bias: Array, team: Team) -> Array:
         if len(bias):
             for i in range(weights.outputs):
                 out[n, i] += bias[i]
+    return out
+
+
+@compiled()
+def fuse(states: Array, eps: np.float32, weights: Weights, team: Team) -> Array:
+    """Add the last of some normed states to the product of the others; see `heads.model.Fusion`.
+
+    Args:
+        states: [taps, rows, features].
+        eps: epsilon of the norms.
+        weights: of the product.
+        team: of `team.cores`.
+
+    Returns:
+        [rows, features].
+    """
+    taps, rows, size = states.shape
+    ones, normed = np.ones(size, np.float32), np.empty((rows, taps - 1, size), np.float32)
+    out = np.empty((rows, size), np.float32)
+    for n in range(rows):
+        for i in range(taps - 1):
+            norm_row(states[i, n], ones, norm_factor(states[i, n], eps), normed[n, i])
+        norm_row(states[-1, n], ones, norm_factor(states[-1, n], eps), out[n])
+    x = normed.reshape(rows, -1)
+    _add(out, multiply(_rounded(x, np.empty(0, np.float32), np.float32(0), weights.features, team), weights, team))
+    return out
+
+
+@compiled()
+def mix(features: Array, embedded: Array, norms: Array, eps: np.float32, weights: Weights, team: Team) -> Array:
+    """Add to features the product of them and of embeddings, normed; see `heads.model.Mixture`.
+
+    Args:
+        features: [rows, features].
+        embedded: [rows, features].
+        norms: [2, features] weights of the norms of embeddings and of features.
+        eps: epsilon of the norms.
+        weights: of the product.
+        team: of `team.cores`.
+
+    Returns:
+        [rows, features].
+    """
+    rows, size = features.shape
+    normed, out = np.empty((rows, 2, size), np.float32), features.copy()
+    for n in range(rows):
+        norm_row(embedded[n], norms[0], norm_factor(embedded[n], eps), normed[n, 0])
+        norm_row(features[n], norms[1], norm_factor(features[n], eps), normed[n, 1])
+    x = normed.reshape(rows, -1)
+    _add(out, multiply(_rounded(x, np.empty(0, np.float32), np.float32(0), weights.features, team), weights, team))
     return out
 
 
