@@ -1,7 +1,7 @@
 """Time of a head's parts beside a pass of its target: `python benchmarks/heads.py MODEL FOLDER` (a minute or two).
 
-Medians of 60 runs, all parts in turn and back, by rows of the window: a pass without taps, a pass with them, what the head does
-after each pass, and a draft step.
+Medians of 60 runs, all parts in turn and back, by rows of the window: a pass without taps, a pass with them, what the
+head does after each pass, and a draft step.
 """
 
 import argparse

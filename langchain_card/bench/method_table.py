@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from langchain_card import plugins
 from langchain_card.config import EngineConfig, Schedule
 from langchain_card.errors import InvalidInputError, check_choice
 
@@ -23,14 +24,13 @@ SCHEDULES: dict[str, Schedule] = {PLAIN: "plain", "sequential": "sequential", "p
 """Schedule by method, for methods of this engine. `card` is the default of the chat model."""
 
 DRAFTS: dict[str, dict[str, Any]] = {
-    "ngram": {"draft_model": "ngram", "drafters": None, "stack": ()},
     "model": {"drafters": (), "stack": ()},
     "beside": {"drafters": ("ngram",), "stack": ()},
     "below": {"drafters": (), "stack": ("ngram",)},
 }
 """Fields of `EngineConfig` by method, for methods with an engine of their own over the same weights.
 
-N-grams alone, the draft model alone, n-grams beside the draft model, and n-grams below it, all under `auto`."""
+The draft model alone, n-grams beside the draft model, and n-grams below it, all under `auto`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,15 @@ LOAD_SETS, REQUESTS = ("code", "maths", "chat", "multilingual"), (1, 2, 4, 8, 16
 PROGRAMS = {"llama-server": "LLAMA_SERVER"}
 """Binaries that peers need, each with the environment variable that may hold its path."""
 
-METHODS = (*SCHEDULES, *DRAFTS, *PEERS)
+METHODS = (*SCHEDULES, "ngram", *DRAFTS, *PEERS)
+"""Methods by name. Besides, each drafter that needs no second model is one, by its spec: n-grams, or a head."""
+
+
+def own_fields(name: str) -> dict[str, Any] | None:
+    """Return the fields of the engine that a method needs for itself; None if it needs none."""
+    if name in SCHEDULES or name in PEERS:
+        return None
+    return DRAFTS.get(name, {"draft_model": name, "drafters": None, "stack": ()})
 
 
 def check_methods(
@@ -139,7 +147,8 @@ def check_methods(
         InvalidInputError: a method does not exist, is not installed, or does not support this draft, batch or load.
     """
     for name in names:
-        check_choice("--methods", name, METHODS)
+        if not plugins.is_known("drafters", name):
+            check_choice("--methods", name, METHODS)
         kind = PEERS.get(name, PeerKind(batches=True))
         if kind.package and not _is_installed(kind.package):
             raise InvalidInputError("--methods", name, "is not installed", f"pip install {kind.package}")

@@ -13,7 +13,7 @@ from typing import Any
 from langchain_card.bench.load import keep_busy, laps
 from langchain_card.bench.machine import number_format, proposed_tokens
 from langchain_card.bench.method import Method, PeakMemory, Run, Served, longest_gap
-from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES
+from langchain_card.bench.method_table import DRAFTS, PEERS, PLAIN, SCHEDULES, own_fields
 from langchain_card.bench.peers.peer import open_peer
 from langchain_card.config import EngineConfig
 from langchain_card.core.request import RequestStats, SamplingParams
@@ -150,13 +150,13 @@ def open_methods(
             methods.append(peer)
             continue
         method_engine = engine
-        if name in DRAFTS:
-            method_engine = stack.enter_context(open_engine(replace(config, **DRAFTS[name])))
+        if (fields := own_fields(name)) is not None:
+            method_engine = stack.enter_context(open_engine(replace(config, **fields)))
         methods.append(EngineMethod(name, _weights(name, pair), method_engine, options))
     return engine, methods, failed
 
 
 def _weights(name: str, pair: Pair) -> str:
-    draft = None if name in (PLAIN, "ngram") else pair.draft
+    draft = pair.draft if name in DRAFTS or (name in SCHEDULES and name != PLAIN) else None
     words = [] if draft is None else [f"draft {number_format(draft)}", proposed_tokens(draft)]
     return ", ".join([number_format(pair.target), *filter(None, words)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from langchain_card.config import EngineConfig
 from langchain_card.core.request import SamplingParams
 from langchain_card.engine.engine import Engine
 from langchain_card.errors import InvalidInputError
+from langchain_card.runtime.threads import single_threaded
 from langchain_card.testing import prompts
 from langchain_card.train import shards
 from langchain_card.train.prompts import read_prompts
@@ -27,6 +29,8 @@ from langchain_card.train.record import STORED, RecordedText
 from langchain_card.train.shards import ShardWriter, texts_in
 from tests.support.heads import write_head
 from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [f"write the number {number} again and again" for number in range(60)]
 TOKENS = 4000
@@ -48,7 +52,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a head that was trained without interruption, and its curve. Nine seconds."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_prompts(folder)
-    assert cli.main([*command(data, folder / "head"), "--plot", str(folder / "curve.png")]) == 0
+    with single_threaded():
+        assert cli.main([*command(data, folder / "head"), "--plot", str(folder / "curve.png")]) == 0
     return folder / "head"
 
 
@@ -73,7 +78,9 @@ def test_a_training_that_is_killed_goes_on(trained: Path, tmp_path: Path) -> Non
     for file in (trained / "training").glob("[!cb]*"):  # no checkpoint, no best weights
         shutil.copy(file, own)
     arguments = command(trained.parent / "prompts.jsonl", out, "--resume")
-    child = subprocess.Popen([sys.executable, "-m", "langchain_card", *arguments])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "langchain_card", *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     try:
         wait_until(lambda: len(curve_in(own)) >= 2, 120)
         child.send_signal(signal.SIGKILL)
