@@ -60,7 +60,7 @@ class SpecFormerHead(HeadModel):
     def slots(self, outputs: Tensor) -> Tensor:
         """Return states of the slots as `HeadModel` demands."""
         rows, size = outputs.shape
-        x = self.map(self.map_norm(outputs)).view(rows, SLOTS, size)
+        x = self.map(self.map_norm(outputs)).view(rows, SLOTS, size).to(outputs.dtype)  # autocast makes less of it
         heads = (rows, SLOTS, 3, self.config.num_attention_heads, size // self.config.num_attention_heads)
         query, key, value = self.qkv(self.slot_norm(x)).view(heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value)

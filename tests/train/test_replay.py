@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from langchain_card.heads.folder import KINDS
+from langchain_card.heads.model import HeadModel
 from langchain_card.testing import prompts
 from langchain_card.train.record import RecordedText
 from langchain_card.train.replay import Replay
 
 
 def text_of(length: int, num_prompt: int) -> RecordedText:
-    states = torch.randn(3, length - 1, prompts.model("llama").config.hidden_size, dtype=torch.float64)
+    target = prompts.model("llama")
+    shape = len(HeadModel.taps_of(target)), length - 1, target.config.hidden_size
+    states = torch.randn(shape, dtype=torch.float64)
     return RecordedText(torch.randint(0, 250, (length,)).tolist(), states, num_prompt)
 
 
